@@ -1,0 +1,37 @@
+"""Parallel jobs from notebook cells: real ranks, recorded traffic, predictions beside measurements.
+
+Importing this package loads neither torch nor matplotlib; each name below is loaded when first used.
+Inside a notebook kernel the import also starts the warm process that `launch` forks ranks from.
+"""
+
+import importlib
+from typing import Any
+
+_FROM = {  # public name -> module that defines it; a module's own name stands for the module
+    "LaunchError": "launching",
+    "RankDied": "launching",
+    "RankFailed": "launching",
+    "RanksHung": "launching",
+    "Run": "launching",
+    "launch": "launching",
+    "check": "exercises",
+    "hint": "exercises",
+    "progress": "exercises",
+    "solution": "exercises",
+    "verdict": "claims",
+}
+_MODULES = ("claims", "exercises", "hardware", "launching", "machine", "measuring", "models", "plots", "predict", "widgets")
+
+__all__ = sorted([*_FROM, *_MODULES])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FROM:
+        return getattr(importlib.import_module(f"helpers.{_FROM[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"helpers.{name}")
+    raise AttributeError(f"helpers has no {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

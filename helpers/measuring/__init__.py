@@ -1,0 +1,1 @@
+"""Instruments that are used inside a rank: collectives, clock, memory."""
