@@ -1,0 +1,51 @@
+"""Names the learner's line behind a call. Needs no torch: ranks and the kernel both use it."""
+
+import linecache
+import os
+import sysconfig
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+
+_LEARNER_NAMES = ("<cell ", "<stdin>", "<string>", "<ipython-input", "<dynamic-code>")
+_LIBRARY_PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "torchinductor_")
+_LIBRARY_FOLDERS = tuple(
+    str(Path(folder).resolve()) + os.sep
+    for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), Path(__file__).parents[1])
+)
+_LONGEST_LINE = 120  # characters of source text that are kept
+
+
+def describe_line(filename: str, line: int) -> str:
+    """Return ``"cell 5, line 7: dist.all_reduce(x)"`` for a cell shipped as ``<cell 5>``, ``"job.py, line 7: …"`` for a file.
+
+    The text of the line comes from `linecache` and is left out where that has none.
+    """
+    name = filename[1:-1] if filename.startswith("<") else os.path.basename(filename)
+    text = linecache.getline(filename, line).strip()
+    if len(text) > _LONGEST_LINE:
+        text = text[: _LONGEST_LINE - 1] + "…"
+    return f"{name}, line {line}: {text}" if text else f"{name}, line {line}"
+
+
+@cache
+def is_learner_file(filename: str) -> bool:
+    """Say whether code with this file name is the learner's: not the standard library, an installed package or `helpers`."""
+    if filename.startswith("<"):
+        return filename.startswith(_LEARNER_NAMES)
+    path = os.path.abspath(filename)
+    return not (path.startswith(_LIBRARY_FOLDERS) or any(part in path for part in _LIBRARY_PARTS))
+
+
+@cache
+def _describe_place(code: CodeType, line: int) -> str:
+    return describe_line(code.co_filename, line)
+
+
+def learner_line(frame: FrameType | None) -> str | None:
+    """Return the description of the innermost learner's line at or outside `frame`; None where there is none."""
+    while frame is not None:
+        if is_learner_file(frame.f_code.co_filename):
+            return _describe_place(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return None
