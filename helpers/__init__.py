@@ -5,6 +5,8 @@ Inside a notebook kernel the import also starts the warm process that `launch` f
 """
 
 import importlib
+import os
+import sys
 from typing import Any
 
 _FROM = {  # public name -> module that defines it; a module's own name stands for the module
@@ -35,3 +37,15 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _start_in_the_background() -> None:
+    """In a notebook kernel the warm process imports torch while the learner still reads."""
+    ipython = sys.modules.get("IPython")
+    if "ipykernel" in sys.modules and ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None:
+        from helpers.launching.engine import workplace
+
+        workplace().engine(dict(os.environ))
+
+
+_start_in_the_background()

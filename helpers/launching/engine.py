@@ -1,0 +1,227 @@
+"""The kernel's side of the warm process: start it, hand it a job, listen, end it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from helpers.launching import wire
+from helpers.launching.errors import LaunchError
+
+READ_AT_START = (
+    "OMP_",
+    "MKL_",
+    "MALLOC_",
+    "LD_",
+    "NCCL_",
+    "TORCH_",
+    "GLOO_",
+    "KMP_",
+    "OPENBLAS_",
+    "PYTHON",
+    "WORKSHOP_START_METHOD",
+)
+MEMORY_FOLDER = "/dev/shm"
+MEMORY_NEEDED = 256 << 20  # bytes free in /dev/shm below which values go to disk: containers often have 64 MiB of it
+ENGINES_KEPT = 2  # the plain one, and the last with variables of its own
+
+
+class Engine:
+    """One warm process. Not for use by two threads at once."""
+
+    def __init__(self, environment: dict[str, str], folders: list[str]) -> None:
+        method = environment.get("WORKSHOP_START_METHOD") or ("fork" if sys.platform == "linux" else "spawn")
+        if method not in ("fork", "spawn"):
+            raise ValueError(f'WORKSHOP_START_METHOD is {method!r}; it must be "fork" or "spawn"')
+        from_warm, to_kernel = os.pipe()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from helpers.launching import warm; "
+            f"warm.main({to_kernel}, {method!r}, {folders!r})"
+        )
+        environment = {"OPENBLAS_NUM_THREADS": "1", "MPLBACKEND": "Agg", **environment}  # a thread would make fork unsafe
+        environment.pop("PYTEST_CURRENT_TEST", None)
+        self.problems = tempfile.TemporaryFile(dir=folders[0])  # noqa: SIM115  (what it says on stderr)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self.problems,
+            pass_fds=[to_kernel],
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(to_kernel)
+        assert self.process.stdin is not None
+        self.input = self.process.stdin.fileno()
+        self.output = wire.Reader(from_warm)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send one request. Raises LaunchError when the warm process is gone."""
+        try:
+            wire.send(self.input, message)
+        except BrokenPipeError:
+            self.died()
+
+    def listen(self, wake: int, seconds: float) -> list[dict[str, Any]]:
+        """What came within `seconds`, or earlier if `wake` became readable. Raises LaunchError when the warm process is gone."""
+        ready, _, _ = select.select([self.output.descriptor, wake], [], [], seconds)
+        if self.output.descriptor not in ready:
+            return []
+        messages = self.output.read()
+        if self.output.closed:
+            self.died()
+        return messages
+
+    def died(self) -> None:
+        """Raise LaunchError with what the warm process said last."""
+        self.end()
+        self.problems.seek(0)
+        said = self.problems.read().decode(errors="replace").strip()
+        raise LaunchError(
+            f"the warm process that ranks are started from ended with exit code {self.process.returncode}; the next launch "
+            f"starts a new one." + (f" It said:\n{said}" if said else "")
+        )
+
+    @property
+    def usable(self) -> bool:
+        return self.process.poll() is None
+
+    def end(self) -> None:
+        """Let it leave; within a second it is gone."""
+        with contextlib.suppress(OSError):
+            wire.send(self.input, {"do": "quit"})
+        with contextlib.suppress(OSError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        try:
+            self.process.wait(1)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        with contextlib.suppress(OSError):
+            os.close(self.output.descriptor)
+
+
+class Interrupts:
+    """While held, an interrupt raises nothing: it sets `asked` and makes `wake` readable. Afterwards the handler is as before.
+
+    Raising KeyboardInterrupt in the middle of a pipe's message would leave half of it behind and break the next job.
+    Outside the main thread signals cannot be held, and nothing is changed.
+    """
+
+    def __enter__(self) -> Interrupts:
+        self.asked = False
+        self.wake, self._write = os.pipe()
+        self._before: Any = None
+        self._held = threading.current_thread() is threading.main_thread()
+        if self._held:
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        with contextlib.suppress(OSError):
+            os.write(self._write, b"!")
+
+    def seen(self) -> None:
+        """Empty the wake-up pipe."""
+        os.read(self.wake, 4096)
+
+    def __exit__(self, *_: object) -> None:
+        if self._held:
+            signal.signal(signal.SIGINT, self._before if self._before is not None else signal.SIG_DFL)
+        os.close(self.wake)
+        os.close(self._write)
+
+
+class _Workplace:
+    """What one kernel process keeps: its warm processes and its folders on disk and in memory."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.lock = threading.Lock()
+        self.engines: dict[tuple[tuple[str, str], ...], Engine] = {}
+        self.folder = tempfile.mkdtemp(prefix=f"helpers-{self.owner}-")
+        self.memory = self.folder
+        self.jobs = 0
+        if os.access(MEMORY_FOLDER, os.W_OK) and shutil.disk_usage(MEMORY_FOLDER).free >= MEMORY_NEEDED:
+            self.memory = tempfile.mkdtemp(prefix=f"helpers-{self.owner}-", dir=MEMORY_FOLDER)
+        for base in {os.path.dirname(self.folder), os.path.dirname(self.memory)}:
+            _remove_orphans(base)
+
+    def engine(self, environment: dict[str, str]) -> Engine:
+        """A warm process that started with the variables of `environment` that are read at start."""
+        key = tuple(sorted((name, value) for name, value in environment.items() if name.startswith(READ_AT_START)))
+        engine = self.engines.pop(key, None)
+        if engine is None or not engine.usable:
+            engine = Engine(environment, sorted({self.folder, self.memory}))
+        self.engines[key] = engine
+        while len(self.engines) > ENGINES_KEPT:
+            self.engines.pop(next(iter(self.engines))).end()
+        return engine
+
+    def new_job(self) -> tuple[int, str, str]:
+        """(number, folder on disk, folder in memory) of the next job."""
+        self.jobs += 1
+        folders = [os.path.join(base, f"job{self.jobs}") for base in (self.folder, self.memory)]
+        for folder in folders:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        return self.jobs, folders[0], folders[1]
+
+    def close(self) -> None:
+        if os.getpid() != self.owner:
+            return
+        for engine in self.engines.values():
+            engine.end()
+        self.engines.clear()
+        for folder in (self.folder, self.memory):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+_workplace: _Workplace | None = None
+
+
+def workplace() -> _Workplace:
+    """This process's workplace, made when first needed (anew after a fork of the kernel)."""
+    global _workplace
+    if _workplace is None or _workplace.owner != os.getpid():
+        _workplace = _Workplace()
+        atexit.register(_workplace.close)
+    return _workplace
+
+
+def _remove_orphans(base: str) -> None:
+    """Folders of kernels that were killed together with their warm processes."""
+    for entry in _own_folders(base):
+        pid = entry.name.split("-")[1]
+        if pid.isdigit() and not _exists(int(pid)):
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _own_folders(base: str) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(base) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.name.startswith("helpers-") and entry.is_dir() and entry.stat().st_uid == os.getuid():
+                    yield entry
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,65 @@
+"""What goes wrong in a job, as exceptions that name the rank at fault. They show their message in a notebook, not our frames."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from helpers.launching.results import Run
+
+
+class LaunchError(RuntimeError):
+    """A job did not return a value on every rank.
+
+    `rank` is the rank at fault (None where none can be named), `run` the partial `Run`, `diagnosis` what `diagnose` makes of it.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, run: Run | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.run = run
+        self.diagnosis: Any = None
+
+    def _render_traceback_(self) -> list[str]:
+        """Asked by IPython: the message alone, which holds the rank's own traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class RankFailed(LaunchError):
+    """An exception left the function on one rank; `exception` is its type's name, `traceback` the rank's own."""
+
+    def __init__(self, message: str, rank: int, run: Run, exception: str, traceback: str) -> None:
+        super().__init__(message, rank, run)
+        self.exception = exception
+        self.traceback = traceback
+
+
+class RankDied(LaunchError):
+    """A rank's process ended without an exception: `signal` is the name of the signal that killed it, or `code` its exit code."""
+
+    def __init__(self, message: str, rank: int, run: Run, code: int | None, signal: str | None) -> None:
+        super().__init__(message, rank, run)
+        self.code = code
+        self.signal = signal
+
+
+class RanksHung(LaunchError):
+    """The function did not return on every rank within the timeout.
+
+    `waiting` maps each rank that sits in a collective to it, `stacks` each unfinished rank to its Python stack
+    (outermost first), `difference` says where the ranks' sequences of collectives first differ (None where they do not).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        rank: int | None,
+        run: Run,
+        waiting: dict[int, Any],
+        stacks: dict[int, list[str]],
+        difference: str | None,
+    ) -> None:
+        super().__init__(message, rank, run)
+        self.waiting = waiting
+        self.stacks = stacks
+        self.difference = difference

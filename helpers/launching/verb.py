@@ -1,0 +1,137 @@
+"""`launch`: the one verb. A function from a notebook cell runs on real ranks and its values come back."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from helpers import machine
+from helpers.launching import shipping
+from helpers.launching.engine import Interrupts, workplace
+from helpers.launching.job import Job
+from helpers.launching.judgement import judge
+from helpers.launching.results import Log, Run
+
+MOST_RANKS = 256
+GLOO_SLACK = 300.0  # seconds by which gloo's own timeout lies behind ours: ours says which rank and which line
+NO_LIMIT = 30 * 24 * 3600.0
+
+
+def launch(
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int = 2,
+    timeout: float | None = 60,
+    backend: str | None = None,
+    record: bool = True,
+    nodes: Any = None,
+    env: dict[str, str] | None = None,
+    **kwargs: Any,
+) -> Run:
+    """Run `fn(*args, **kwargs)` on `ranks` fresh processes that share a process group, and return their values as a `Run`.
+
+    Arguments:
+        fn: any function, also one defined in a cell or a lambda. Within it the default process group is initialised, the
+            device is `machine.device()`, the seed is 0 on every rank, and torch's threads are cores // ranks (at least 1).
+        ranks: how many; more than there are cores is allowed and flagged.
+        timeout: seconds from the moment every rank is inside `fn`; None waits for ever.
+        backend: "nccl" (one GPU per rank), "gloo" (CPU ranks), or None: nccl where every rank has its own GPU, else gloo.
+        record: record every collective, send and receive in `run.collectives`.
+        env: variables for the ranks; those that libraries read when they start (OMP_*, MALLOC_*, NCCL_*, …) make a warm
+            process of their own, which takes seconds once.
+
+    Raises:
+        RankFailed: an exception left `fn`; the message ends with that rank's own traceback.
+        RankDied: a rank's process was killed or exited.
+        RanksHung: the timeout passed; the message says who waits for whom, and where.
+        TypeError, ValueError: something in the call cannot work; nothing was started.
+        KeyboardInterrupt: the kernel was interrupted; no rank is left.
+    """
+    _validate(fn, args, kwargs, timeout, nodes, env)
+    placement = machine.placement(ranks, backend)
+    if ranks > MOST_RANKS:
+        raise ValueError(f"ranks is {ranks}; at most {MOST_RANKS} can be started on one machine")
+    call = shipping.dumps(fn, args, kwargs)
+    asked = time.perf_counter()
+    with workplace().lock, Interrupts() as interrupts:
+        environment = {**os.environ, **{name: str(value) for name, value in (env or {}).items()}}
+        number, folder, memory = workplace().new_job()
+        try:
+            request = {
+                "do": "run",
+                "run": number,
+                "folder": folder,
+                "memory": memory,
+                "ranks": ranks,
+                "timeout": NO_LIMIT if timeout is None else float(timeout),
+                "group_timeout": (NO_LIMIT if timeout is None else float(timeout)) + GLOO_SLACK,
+                "device": placement.device,
+                "record": record,
+                "environment": environment,
+                "directory": os.getcwd(),
+                "path": sys.path,
+            }
+            with open(os.path.join(memory, "call"), "wb") as file:
+                file.write(call)
+            job = Job(request, _name(fn), placement, asked)
+            job.follow(workplace().engine(environment), interrupts)
+            run = job.run()
+            job.display.close(job.states, run)
+            if not interrupts.asked:
+                judge(job, run)
+        finally:
+            shutil.rmtree(memory, ignore_errors=True)
+            _remove_all_but_large_logs(folder)
+    if interrupts.asked:
+        raise KeyboardInterrupt("the job was stopped; no rank is left")
+    return run
+
+
+def _validate(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: Any, nodes: Any, env: dict[str, str] | None
+) -> None:
+    if "HELPERS_DEVICE" in os.environ and "RANK" in os.environ:
+        raise RuntimeError("launch was called inside a rank: a job cannot start another; call it in a cell")
+    if not callable(fn):
+        raise TypeError(f"launch needs a function as its first argument, not {type(fn).__name__}: launch(job), not launch(job())")
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0):
+        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above 0, or None for no limit")
+    if timeout is not None and math.isinf(timeout):
+        raise ValueError("timeout is infinite; timeout=None means no limit")
+    if nodes is not None:
+        raise ValueError("nodes: jobs over several hosts are not part of this version; leave it out to run on this machine")
+    if env is not None and not isinstance(env, dict):
+        raise TypeError(f"env is {env!r}; it must be a dictionary of environment variables")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return  # some built-in functions have none
+    own = {name for name, p in inspect.signature(launch).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    clash = [name for name, p in signature.parameters.items() if name in own and p.kind is not p.POSITIONAL_ONLY]
+    if clash:
+        raise TypeError(
+            f"{_name(fn)} has a parameter {clash[0]!r}, and so has launch: the two could not be told apart. Rename it."
+        )
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{_name(fn)}{signature} does not take these arguments: {error}") from None
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _remove_all_but_large_logs(folder: str) -> None:
+    for entry in os.listdir(folder):
+        path = os.path.join(folder, entry)
+        if not (entry.startswith("log") and os.path.getsize(path) > Log.SMALL):
+            os.unlink(path)
+    if not os.listdir(folder):
+        os.rmdir(folder)
