@@ -113,8 +113,8 @@ class _Recorder:
         self.over = True
         self.journal.write("problem", f"the recorder stopped: {type(error).__name__}: {error}")
 
-    def issued(self, operator: _Operator, arguments: tuple[Any, ...], group_at: int) -> _Pending | None:
-        """Write down that `operator` is being issued."""
+    def issued(self, operator: _Operator, arguments: tuple[Any, ...], group_at: int, blocks: bool) -> _Pending | None:
+        """Write down that `operator` is being issued; `blocks` says that the caller goes on when it is done, not before."""
         start = time.perf_counter()
         try:
             ranks = self._dist.get_process_group_ranks(self._dist.ProcessGroup.unbox(arguments[group_at]))
@@ -130,10 +130,11 @@ class _Recorder:
         except Exception as error:
             self.fail(error)
             return None
-        return _Pending(sequence, cuda, ranks if operator.op == "recv" and operator.peer is None else None)
+        any_source_of = ranks if operator.op == "recv" and operator.peer is None else None
+        return _Pending(sequence, cuda, any_source_of, waited_from=start if blocks else None)
 
-    def returned(self, pending: _Pending, result: Any, waits: bool) -> None:
-        """Arrange that the end of the operation is written down; `waits` says that Python's wait for it follows at once."""
+    def returned(self, pending: _Pending, result: Any) -> None:
+        """Arrange that the end of the operation that returned `result` is written down."""
         try:
             boxed = result[-1] if isinstance(result, tuple) else result
             if boxed is None:  # monitored_barrier
@@ -142,7 +143,7 @@ class _Recorder:
             work = self._dist.Work.unbox(boxed)
             self._pending[work] = pending
             future = None
-            if pending.cuda or not waits:
+            if pending.cuda or pending.waited_from is None:  # otherwise Python's wait for it follows at once
                 with suppress(RuntimeError):  # gloo's send, receive and reduce_scatter have none
                     future = work.get_future()
             if future is None:
@@ -157,7 +158,7 @@ class _Recorder:
     def wait(self, original: Callable[..., bool], work: Any, *arguments: Any, **keywords: Any) -> bool:
         """Stand in for `Work.wait`: note when waiting began and, for a work without a future, when it ended."""
         pending = self._pending.pop(work, None)
-        if pending is not None:
+        if pending is not None and pending.waited_from is None:
             pending.waited_from = time.perf_counter()
         result = original(work, *arguments, **keywords)
         if pending is not None and not pending.has_future:
@@ -226,17 +227,18 @@ def _install() -> None:
         overload = getattr(torch.ops.c10d, name).default
         names = [argument.name for argument in overload._schema.arguments]
         group_at = names.index("process_group")
-        waits_at = names.index("async_op") if "async_op" in names else None
+        async_at = names.index("async_op") if "async_op" in names else len(names)
 
         def kernel(keyset: Any, *arguments: Any) -> Any:
             recorder = _recorder
-            recording = recorder is not None and not recorder.over and not recorder.paused
-            pending = recorder.issued(operator, arguments, group_at) if recording else None
+            pending = None
+            if recorder is not None and not recorder.over and not recorder.paused:
+                # torch leaves out trailing arguments that have their default, which is async_op=True
+                blocks = name == "monitored_barrier_" or arguments[async_at : async_at + 1] == (False,)
+                pending = recorder.issued(operator, arguments, group_at, blocks)
             result = overload.redispatch(keyset.remove(here), *arguments)
             if pending is not None:
-                # torch leaves out trailing arguments that have their default, which is async_op=True
-                waits = waits_at is not None and arguments[waits_at : waits_at + 1] == (False,)
-                recorder.returned(pending, result, waits)
+                recorder.returned(pending, result)
             return result
 
         library.impl(name, kernel, here.name, with_keyset=True)
