@@ -1,0 +1,109 @@
+"""Claims on trial: `verdict` notes what a run found about a claim, `page` lists all claims with their state on this machine.
+
+The claims stand in `data/claims.yaml`; verdicts go to the learner's record, each with the machine it was found on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import html
+from dataclasses import dataclass
+from functools import cache
+from numbers import Number
+from typing import Any
+
+import yaml
+
+from helpers import machine, record
+
+OUTCOMES = {"holds": "✔", "holds only if": "◐", "fails": "✘", "undecided": "?", "not testable here": "–"}  # outcome -> mark
+NOT_RUN = "not run here"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an article says, in our words; `notebooks` are the numbers of those that put it on trial."""
+
+    id: str
+    article: str
+    claim: str
+    notebooks: tuple[str, ...]
+
+
+@cache
+def load() -> dict[str, Claim]:
+    """All claims by id, in the order of `data/claims.yaml`."""
+    data = yaml.safe_load((record.ROOT / "data" / "claims.yaml").read_text(encoding="utf-8"))
+    return {id: Claim(id, data["articles"][id[0]], row["claim"], tuple(row["notebooks"])) for id, row in data["claims"].items()}
+
+
+def verdict(claim_id: str, outcome: str, measured: Any = None, expected: Any = None, reason: str = "") -> None:
+    """Show and note what this machine's run says about a claim.
+
+    `outcome` is "holds", "holds only if" (`reason` names the condition), "fails", "undecided" (the spread of the measurement
+    crosses the threshold) or "not testable here" (`reason` says why). `measured` and `expected` are numbers or short texts with
+    their units; every outcome but "not testable here" needs `measured`.
+
+    Raises ValueError for an unknown claim or outcome, and where the outcome lacks what it needs.
+    """
+    claim = _claim(claim_id)
+    if outcome not in OUTCOMES:
+        raise ValueError(f"outcome is {outcome!r}; it must be one of {', '.join(map(repr, OUTCOMES))}")
+    if measured is None and outcome != "not testable here":
+        raise ValueError(
+            f'a verdict {outcome!r} on {claim_id} needs measured=, the figure it rests on; without one: "not testable here"'
+        )
+    if not reason and outcome in ("holds only if", "not testable here"):
+        raise ValueError(
+            f"a verdict {outcome!r} on {claim_id} needs reason=: {'why' if outcome == 'not testable here' else 'the condition'}"
+        )
+    figures = {"measured": _text(measured), "expected": _text(expected)}
+    record.note("claim", claim_id, outcome=outcome, **figures, reason=reason, machine=machine.describe().line)
+    title = f"{OUTCOMES[outcome]} {claim_id} {outcome}"
+    found = _found({**figures, "reason": reason})
+    record.Card(
+        f"{title}: {claim.claim}\n  {found}",
+        f"<p><b>{title}:</b> <q>{html.escape(claim.claim)}</q><br>{html.escape(found)}</p>",
+    ).show()
+
+
+def states() -> dict[str, dict[str, str]]:
+    """This machine's latest verdict on each claim that has one: outcome, measured, expected, reason."""
+    here = machine.describe().line
+    return {note["name"]: note for note in record.notes("claim") if note["machine"] == here}
+
+
+def page() -> None:
+    """Show every claim with its state on this machine; a claim without a verdict reads "not run here"."""
+    found = states()
+    rows = []
+    for claim in load().values():
+        state = found.get(claim.id)
+        outcome = f"{OUTCOMES[state['outcome']]} {state['outcome']}" if state else NOT_RUN
+        rows.append((claim.id, outcome, _found(state) if state else "", ", ".join(claim.notebooks), claim.claim))
+    title = f"{len(found)} of {len(rows)} claims tried on {machine.describe().line}"
+    names = ("claim", "state", "what was found", "notebook", "what the article says")
+    cells = ["".join(f"<td style=text-align:left>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    table = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>" + "".join(f"<tr>{row}</tr>" for row in cells)
+    text = "\n".join(f"{id:<4} {outcome:<20} {claim}" + f"\n     {found}" * bool(found) for id, outcome, found, _, claim in rows)
+    record.Card(f"{title}\n{text}", f"<p><b>{html.escape(title)}</b></p><table>{table}</table>").show()
+
+
+def _claim(claim_id: str) -> Claim:
+    claims = load()
+    if claim_id not in claims:
+        near = difflib.get_close_matches(str(claim_id).upper(), claims, n=3, cutoff=0.3) or list(claims)
+        raise ValueError(f"there is no claim {claim_id!r}; nearest: {', '.join(near)}")
+    return claims[claim_id]
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, (bool, str)) or not isinstance(value, Number):
+        return "" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def _found(facts: dict[str, str]) -> str:
+    """ "measured 1.93, expected 2: three more cores" """
+    figures = ", ".join(f"{name} {facts[name]}" for name in ("measured", "expected") if facts[name])
+    return ": ".join(part for part in (figures, facts["reason"]) if part)

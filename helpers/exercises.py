@@ -1,0 +1,172 @@
+"""Exercises: `check` an answer, ask for a `hint`, see a `solution`, look at one's `progress`.
+
+Each `notebooks/solutions/NN.py` lists the exercises of notebook NN as `EXERCISES = [Exercise("NN.1", …), …]`. The name that a
+stub cell passes to `check` is the name of the answer in that file, and an answer needs nothing but what the notebook's set-up
+imports: then a test can put the answer into the stub. Such a file is read when one of its exercises is first asked for.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import dis
+import html
+import importlib.util
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from helpers import record
+from helpers.launching.errors import LaunchError
+
+SOLUTIONS = record.ROOT / "notebooks" / "solutions"
+MARKS = {"solved": "✔", "wrong": "✘", "not answered yet": "…"}
+_STUB_OPERATIONS = {"RESUME", "NOP", "COPY_FREE_VARS", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
+
+_hints_given: dict[str, int] = {}
+
+
+class Wrong(Exception):
+    """Raised by an exercise's check: what the answer did, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise. `check(answer)` returns what a right answer has shown, and raises `Wrong` with a teaching message otherwise.
+
+    `answer` is a function (its source is the solution) or a value that `repr` can write; `wrong` holds at least two plausible
+    wrong answers, each with a part of the message it must get.
+    """
+
+    id: str  # "04.2": the second of notebook 04
+    task: str  # in a few words, for `progress`
+    answer: Any
+    hints: Sequence[str]
+    check: Callable[[Any], str]
+    wrong: Sequence[tuple[Any, str]]
+
+    @property
+    def source(self) -> str:
+        """The answer as a learner would write it."""
+        return inspect.getsource(self.answer) if isinstance(self.answer, FunctionType) else repr(self.answer)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a check makes of an answer: `state` is "solved", "wrong" or "not answered yet", `error` that of the learner's job."""
+
+    state: str
+    message: str
+    error: str = ""
+
+
+def check(id: str, answer: Any) -> None:
+    """Judge an answer and say what it shows or what to change; note the result in the learner's record.
+
+    Never raises for a wrong, failing or missing answer. Raises ValueError for an exercise that does not exist.
+    """
+    found = judge(id, answer)
+    if found.state != "not answered yet":
+        record.note("exercise", id, state=found.state)
+    title = f"{MARKS[found.state]} {id} {found.state}"
+    error = f"<pre>{html.escape(found.error)}</pre>" if found.error else ""
+    record.Card(
+        f"{title}. {found.message}" + f"\n{found.error}" * bool(found.error),
+        f"<p><b>{title}.</b> {html.escape(found.message)}</p>{error}",
+    ).show()
+
+
+def judge(id: str, answer: Any) -> Judgement:
+    """What `check` finds, without showing or noting it. Raises ValueError for an exercise that does not exist."""
+    exercise = find(id)
+    if unanswered(answer):
+        return Judgement("not answered yet", f'Replace the ... above, then run this cell again; hint("{id}") helps.')
+    try:
+        return Judgement("solved", exercise.check(answer))
+    except Wrong as wrong:
+        return Judgement("wrong", str(wrong))
+    except LaunchError as error:
+        return Judgement("wrong", "The check ran your job, and the job failed:", str(error))
+    except Exception as error:
+        frames = traceback.format_tb(error.__traceback__)[-1:]  # the line it happened in; those above are the check's
+        return Judgement("wrong", "Your answer could not be judged, it raised:", "".join([*frames, repr(error)]))
+
+
+def hint(id: str) -> None:
+    """Show the next hint; after the last one, say so. Raises ValueError for an exercise that does not exist."""
+    hints = find(id).hints
+    number = min(_hints_given.get(id, 0), len(hints) - 1)
+    _hints_given[id] = number + 1
+    rest = "another call shows the next" if number + 1 < len(hints) else f'the last one; solution("{id}") shows an answer'
+    title = f"Hint {number + 1} of {len(hints)} ({rest})"
+    record.Card(f"{title}: {hints[number]}", f"<p><b>{html.escape(title)}:</b> {html.escape(hints[number])}</p>").show()
+
+
+def solution(id: str) -> None:
+    """Show an answer that passes the check. Raises ValueError for an exercise that does not exist."""
+    source = find(id).source.rstrip()
+    record.Card(source, f"<p><b>{id}, one way:</b></p><pre>{html.escape(source)}</pre>").show()
+
+
+def progress() -> None:
+    """Show the exercises of all notebooks and how far the learner has come."""
+    notes = record.notes("exercise")
+    tried = {note["name"] for note in notes}
+    solved = {note["name"] for note in notes if note["state"] == "solved"}  # once is enough: experiments may follow
+    rows = [
+        (id, task, "✔ solved" if id in solved else "✘ not solved yet" if id in tried else "– not tried yet")
+        for id, task in listed()
+    ]
+    title = f"{sum(id in solved for id, _, _ in rows)} of {len(rows)} exercises solved"
+    table = "".join(f"<tr>{''.join(f'<td style=text-align:left>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    width = max((len(task) for _, task, _ in rows), default=0)
+    text = "\n".join(f"{id}  {task:<{width}}  {state}" for id, task, state in rows)
+    record.Card(f"{title}\n{text}", f"<p><b>{title}</b></p><table>{table}</table>").show()
+
+
+def find(id: str) -> Exercise:
+    """The exercise with this id. Raises ValueError naming the nearest ids where there is none."""
+    known = [name for name, _ in listed()]
+    if id not in known:
+        near = difflib.get_close_matches(str(id), known, n=3, cutoff=0.4) or known
+        raise ValueError(f"there is no exercise {id!r}; nearest: {', '.join(near) or 'none, no solutions are here'}")
+    return next(exercise for exercise in load(id.split(".")[0]) if exercise.id == id)
+
+
+@cache
+def listed() -> tuple[tuple[str, str], ...]:
+    """(id, task) of every exercise, read from the solutions' source without running it."""
+    trees = [ast.parse(file.read_text("utf-8")) for file in sorted(SOLUTIONS.glob("[0-9][0-9].py"))]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return tuple(
+        (ast.literal_eval(call.args[0]), ast.literal_eval(call.args[1]))
+        for call in calls
+        if getattr(call.func, "id", "") == "Exercise"
+    )
+
+
+@cache
+def load(notebook: str) -> list[Exercise]:
+    """The exercises of notebook "04". Not registered as a module: its functions then travel to ranks by value, like a cell's."""
+    spec = importlib.util.spec_from_file_location(f"solutions_{notebook}", SOLUTIONS / f"{notebook}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return list(module.EXERCISES)
+
+
+def unanswered(answer: Any) -> bool:
+    """Whether an answer is still the stub: `...`, None, a collection that holds `...`, or a function of nothing but `...`."""
+    if isinstance(answer, FunctionType):
+        return all(
+            step.opname in _STUB_OPERATIONS and (step.opname not in ("LOAD_CONST", "RETURN_CONST") or step.argval in (None, ...))
+            for step in dis.get_instructions(answer)
+        )
+    if isinstance(answer, Mapping):
+        answer = list(answer.values())
+    return answer is None or any(part is ... for part in (answer if isinstance(answer, (list, tuple)) else [answer]))

@@ -1,0 +1,11 @@
+"""Figures: plain results in, a `matplotlib.figure.Figure` out. Nothing here measures, nothing touches pyplot's global state.
+
+Each figure has a title that states its finding, axes with units, colours that colour-blind readers can tell apart (markers,
+hatches and line styles too), a footer that says which machine was measured, alt text, and a one-line finding printed under it.
+"""
+
+from helpers.plots.charts import bars, compare, stacked, sweep
+from helpers.plots.style import Figure, amount, measured_on
+from helpers.plots.timeline import shares, timeline
+
+__all__ = ["Figure", "amount", "bars", "compare", "measured_on", "shares", "stacked", "sweep", "timeline"]

@@ -1,0 +1,186 @@
+"""The timeline of a run: what each rank did when, computed from its record of collectives, and drawn.
+
+At every moment between the start and the end of its function a rank is in one of three states:
+
+* communication: at least one of its collectives is under way, and everyone it needs has come;
+* idle: each of its collectives under way still lacks somebody: a rank of the group has not entered it, or the other end of a
+  send or receive has not been issued;
+* compute: none is under way.
+
+A collective that ended before the last rank came waited for nobody (a broadcast's source, a buffered send): communication.
+A collective counts from its issue to its end also where the rank computes meanwhile (`async_op`, DDP's overlap); regions show it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from helpers.plots import style
+from helpers.plots.style import Figure, amount, measured_on, scale
+
+if TYPE_CHECKING:
+    from helpers.launching.results import Run
+    from helpers.measuring.records import Collective
+
+KINDS = {"compute": (style.BLUE, ""), "communication": (style.ORANGE, ".."), "idle": (style.LIGHT, "//")}
+
+
+class Segment(NamedTuple):
+    """A stretch of one rank's time in one state. Seconds on the clock common to all ranks."""
+
+    start: float
+    end: float
+    kind: str  # "compute", "communication" or "idle"
+
+
+def segments(run: Run) -> list[list[Segment]]:
+    """Per rank, its states in order, without gaps from the start of the function to its end; empty for a rank that never started.
+
+    A rank that did not return is followed up to the last thing any rank recorded.
+    """
+    last, ends, met = _last_moment(run), _ends(run), _met(run.collectives)
+    lanes: list[list[Segment]] = []
+    for rank, span in enumerate(run.spans):
+        if span is None:
+            lanes.append([])
+            continue
+        waiting, moving = [], []
+        for collective in run.collectives:
+            if collective.rank == rank:
+                until, came = ends[id(collective)], met[id(collective)]
+                came = collective.start if collective.end is not None and collective.end < came else min(came, until)
+                waiting.append((collective.start, came))
+                moving.append((came, until))
+        lanes.append(_partition(span[0], last if span[1] is None else span[1], waiting, moving))
+    return lanes
+
+
+def shares(run: Run) -> list[dict[str, float]]:
+    """Per rank the seconds of "compute", "communication" and "idle"; together they are the time in its function."""
+    return [
+        {kind: math.fsum(segment.end - segment.start for segment in lane if segment.kind == kind) for kind in KINDS}
+        for lane in segments(run)
+    ]
+
+
+def timeline(run: Run, title: str | None = None) -> Figure:
+    """A lane per rank: computing, communicating, waiting; regions (`measuring.clock.region`) as labelled bands above it.
+
+    Ticks mark collectives whose end was not recorded; they count as computing. Raises ValueError for a run without spans.
+    """
+    lanes, seconds, ends = segments(run), shares(run), _ends(run)
+    if not any(lanes):
+        raise ValueError("no rank of this run started its function: there is nothing to draw")
+    origin = min(lane[0].start for lane in lanes if lane)
+    factor, unit = scale([lane[-1].end - origin for lane in lanes if lane], "s")
+    lines = [_in_words(rank, run.spans[rank], share) for rank, share in enumerate(seconds)]
+    total = {kind: sum(share[kind] for share in seconds) for kind in KINDS}
+    title = title or f"All ranks together: {_percents(total)}"
+    figure, axes = style.figure(
+        title,
+        1.7 + 0.6 * len(lanes),
+        alt=f"Timeline: {title}. {'; '.join(lines)}.",
+        finding="\n".join(lines),
+        footer=measured_on(run),
+    )
+    for rank, lane in enumerate(lanes):
+        for kind, (color, hatch) in KINDS.items():
+            pieces = [((s.start - origin) * factor, (s.end - s.start) * factor) for s in lane if s.kind == kind]
+            label = kind if rank == 0 else None
+            axes.broken_barh(
+                pieces, (rank - 0.2, 0.55), facecolor=color, hatch=hatch, edgecolor="white", linewidth=0, label=label
+            )
+        unknown = [
+            each.start for each in run.collectives if each.rank == rank and each.end is None and ends[id(each)] == each.start
+        ]
+        axes.plot([(at - origin) * factor for at in unknown], [rank] * len(unknown), "|", color="black", markersize=14)
+    names = list(dict.fromkeys(region.name for region in run.regions))
+    length = max(lane[-1].end for lane in lanes if lane) - origin
+    for region in run.regions:
+        color, width = style.PALETTE[(names.index(region.name) + 2) % 7], (region.end - region.start) * factor
+        start = (region.start - origin) * factor
+        axes.broken_barh([(start, width)], (region.rank - 0.45, 0.22), color=color, alpha=0.45, edgecolor="black", linewidth=0.5)
+        if region.end - region.start > 0.014 * length * len(region.name):
+            axes.text(start + width / 2, region.rank - 0.34, region.name, ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(lanes)), [f"rank {rank}" for rank in range(len(lanes))])
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.set_xlabel(f"time since the first rank began ({unit})")
+    style.legend_above(axes, 3)
+    return figure
+
+
+def _met(collectives: tuple[Collective, ...]) -> dict[int, float]:
+    """By the id of each collective, when everyone it needs had come: infinite where somebody never did.
+
+    The n-th collective on a group is one meeting, whatever its operation; so is the n-th send from a to b with the n-th receive.
+    """
+    counted: Counter[tuple] = Counter()
+    meetings: dict[tuple, list[Collective]] = {}
+    for each in sorted(collectives, key=lambda each: (each.rank, each.sequence)):
+        members, lone = each.group, each.op in ("send", "recv")
+        if lone:
+            members = (
+                (each.rank,) if each.peer is None else (each.rank, each.peer) if each.op == "send" else (each.peer, each.rank)
+            )
+        counted[each.rank, lone, members] += 1
+        meetings.setdefault((lone, members, counted[each.rank, lone, members]), []).append(each)
+    came = {}
+    for (_, members, _), present in meetings.items():
+        complete = {each.rank for each in present} >= set(members)
+        came.update({id(each): max(other.start for other in present) if complete else math.inf for each in present})
+    return came
+
+
+def _ends(run: Run) -> dict[int, float]:
+    """By the id of each collective, when it ended: its start where the backend did not say, the last moment of the run where its
+    rank never came out of it."""
+    last, final = (
+        _last_moment(run),
+        {each.rank: each.sequence for each in sorted(run.collectives, key=lambda each: each.sequence)},
+    )
+    ends = {}
+    for each in run.collectives:
+        span = run.spans[each.rank]
+        stuck = each.sequence == final[each.rank] and (span is None or span[1] is None)
+        ends[id(each)] = each.end if each.end is not None else last if stuck else each.start
+    return ends
+
+
+def _partition(start: float, end: float, waiting: list[tuple[float, float]], moving: list[tuple[float, float]]) -> list[Segment]:
+    """The stretch from `start` to `end` cut into states; touching pieces of one state are joined."""
+    changes = {start: [0, 0], end: [0, 0]}  # at a time: change in the number of collectives waiting, moving
+    for column, intervals in enumerate((waiting, moving)):
+        for interval in intervals:
+            for at, step in zip(interval, (1, -1), strict=True):
+                changes.setdefault(min(max(at, start), end), [0, 0])[column] += step
+    pieces: list[Segment] = []
+    idle = busy = 0
+    for left, right in itertools.pairwise(sorted(changes)):
+        idle, busy = idle + changes[left][0], busy + changes[left][1]
+        kind = "communication" if busy else "idle" if idle else "compute"
+        begin = pieces.pop().start if pieces and pieces[-1].kind == kind else left
+        pieces.append(Segment(begin, right, kind))
+    return pieces or [Segment(start, end, "compute")]
+
+
+def _last_moment(run: Run) -> float:
+    """The last time that anything in the run's record happened."""
+    moments = [at for span in run.spans if span for at in span if at is not None]
+    moments += [at for each in run.collectives for at in (each.start, each.end) if at is not None]
+    return max([*moments, *(region.end for region in run.regions)], default=0.0)
+
+
+def _percents(share: dict[str, float]) -> str:
+    total = math.fsum(share.values()) or 1.0
+    words = {"compute": "computing", "communication": "communicating", "idle": "waiting"}
+    return ", ".join(f"{100 * share[kind] / total:.0f} % {word}" for kind, word in words.items())
+
+
+def _in_words(rank: int, span: tuple[float, float | None] | None, share: dict[str, float]) -> str:
+    if span is None:
+        return f"rank {rank}: did not start"
+    return f"rank {rank}: {_percents(share)} of {amount(math.fsum(share.values()), 's')}" + ", did not return" * (span[1] is None)

@@ -1,0 +1,77 @@
+"""What a learner's work leaves behind: a line in their record, a card on the screen.
+
+The record is a file of JSON lines, one per exercise checked or verdict given; the last line about a thing counts.
+Notebooks in `my_notebooks/` share `my_notebooks/.record.jsonl`. The environment variable `WORKSHOP_RECORD` names another file.
+Everywhere else (the committed notebooks, tests, CI) the record lives in the memory of the process and nothing is written,
+so that published outputs never depend on who executed them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]  # of the repository: notebooks/, data/, my_notebooks/
+
+_memory: list[str] = []
+
+
+@dataclass(frozen=True, repr=False)
+class Card:
+    """The same message twice: `text` for a terminal, `html` for a notebook."""
+
+    text: str
+    html: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def show(self) -> None:
+        """Display it in a notebook, print it elsewhere."""
+        from IPython.display import display
+
+        display(self)
+
+
+def path() -> Path | None:
+    """The file that holds the record; None where it is kept in memory only."""
+    if named := os.environ.get("WORKSHOP_RECORD"):
+        return Path(named)
+    own = ROOT / "my_notebooks"
+    return own / ".record.jsonl" if Path.cwd().is_relative_to(own) else None
+
+
+def note(kind: str, name: str, **facts: Any) -> None:
+    """Append what happened to `name`, for example `note("exercise", "04.2", state="solved")`. Facts are JSON values.
+
+    One line goes out in one write, so several kernels can append to the same file.
+    """
+    line = json.dumps({"kind": kind, "name": name, **facts}, ensure_ascii=False) + "\n"
+    file = path()
+    if file is None:
+        _memory.append(line)
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a", encoding="utf-8") as record:
+        record.write(line)
+
+
+def notes(kind: str) -> list[dict[str, Any]]:
+    """All facts noted under `kind`, oldest first. A line that a crash cut short is left out."""
+    file = path()
+    lines = _memory if file is None else file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    entries = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if entry["kind"] == kind:
+            entries.append(entry)
+    return entries
