@@ -2,7 +2,8 @@
 
 Each line is a JSON list whose first element says what it is:
 ``["start", rank, time]``, ``["problem", text]``, ``["region", name, start, end]``,
-``["issue", sequence, op, group, dtype, shape, bytes, start, source, peer]`` and ``["done", sequence, end, waited_from, peer]``.
+``["issue", sequence, op, group, dtype, shape, bytes, start, source, peer, waited_from]``, ``["wait", sequence, time]`` and
+``["done", sequence, end, sender]``.
 """
 
 import json
@@ -37,17 +38,19 @@ class Journal:
         start: float,
         source: str | None,
         peer: int | None,
+        waited_from: float | None,
     ) -> None:
-        """Write the issue of a collective. Formatted by hand, which costs a third of `json.dumps`."""
-        peer_text = "null" if peer is None else peer
-        self._append(
-            f'["issue",{sequence},"{op}",{list(group)},{_text(dtype)},{list(shape)},{size},{start!r},{_text(source)},{peer_text}]'
+        """Write the issue of a collective: as `write` does, at a third of the time."""
+        texts = (
+            _text(dtype),
+            list(shape),
+            size,
+            start,
+            _text(source),
+            _text(peer),
+            "null" if waited_from is None else waited_from,
         )
-
-    def done(self, sequence: int, end: float, waited_from: float | None = None, peer: int | None = None) -> None:
-        """Write the end of a collective."""
-        waited_text, peer_text = ("null" if value is None else repr(value) for value in (waited_from, peer))
-        self._append(f'["done",{sequence},{end!r},{waited_text},{peer_text}]')
+        self._append(f'["issue",{sequence},"{op}",{list(group)},' + ",".join(map(str, texts)) + "]")
 
     def _append(self, line: str) -> None:
         data = line.encode() + b"\n"
@@ -64,7 +67,7 @@ class Journal:
 
 
 @cache
-def _text(value: str | None) -> str:
+def _text(value: str | int | None) -> str:
     return json.dumps(value)
 
 
