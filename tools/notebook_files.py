@@ -55,7 +55,13 @@ def execution_environment(scratch: Path) -> dict[str, str]:
     `scratch` is an existing folder that holds what the kernel would otherwise read from and write to the person's home folder.
     """
     environment = {**os.environ, **EXECUTION_ENVIRONMENT, "IPYTHONDIR": str(scratch / "ipython")}
-    environment.pop("JPY_SESSION_NAME", None)  # set by JupyterLab: jobs would draw a live panel
+    for personal in (
+        "WORKSHOP_RECORD",
+        "JPY_SESSION_NAME",
+        "VSCODE_PID",
+        "COLAB_RELEASE_TAG",
+    ):  # a learner's record, a live panel
+        environment.pop(personal, None)
     path = [str(Path(sys.executable).parent), environment.get("PATH", "")]
     return environment | {"PATH": os.pathsep.join(path)}
 

@@ -58,6 +58,8 @@ def to_notebook(text: str, stored: NotebookNode | None = None) -> NotebookNode:
     notebook = nbformat.v4.new_notebook(metadata=stored.metadata if stored else {"kernelspec": KERNEL})
     taken: set[str] = set()
     for parsed in jupytext.reads(text, fmt="py:percent").cells:
+        if not parsed.source and not parsed.metadata:
+            continue  # blank lines before the first cell
         identity = parsed.metadata.get("id") or _unused(_slug(parsed.source), taken)
         if identity in taken:
             raise ValueError(f"two cells have the id {identity!r}: give each its own")

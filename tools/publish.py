@@ -58,6 +58,7 @@ class _Client(NotebookClient):
     """Executes cells with this environment's kernel, which no network can reach; remembers the cell it is at."""
 
     scratch: Path
+    working, stopped = True, False
     current: NotebookNode | None = None
 
     def create_kernel_manager(self) -> AsyncKernelManager:
@@ -88,8 +89,15 @@ class _Client(NotebookClient):
         return client
 
     async def async_execute_cell(self, cell: NotebookNode, *args: Any, **kwargs: Any) -> NotebookNode:
-        self.current = cell
-        return await super().async_execute_cell(cell, *args, **kwargs)
+        self.current, self.working = cell, True
+        try:
+            return await super().async_execute_cell(cell, *args, **kwargs)
+        finally:
+            self.working = False
+
+    async def _async_cleanup_kernel(self) -> None:
+        self.stopped |= self.working  # from nbclient's handler of SIGINT and SIGTERM: otherwise it comes after the work
+        await super()._async_cleanup_kernel()
 
 
 def execute(notebook: NotebookNode, folder: Path, cell_seconds: int = CELL_SECONDS) -> NotebookNode:
@@ -110,8 +118,8 @@ def execute(notebook: NotebookNode, folder: Path, cell_seconds: int = CELL_SECON
             raise CellFailed(f"cell {_name(client)} raised {error.ename}: {error.evalue}\n\n{error.traceback}") from None
         except CellTimeoutError:
             raise CellFailed(f"cell {_name(client)} did not finish within {cell_seconds} s") from None
-        except (DeadKernelError, AssertionError):
-            if client.km is None:  # nbclient's signal handler has put the kernel away
+        except (DeadKernelError, AssertionError):  # the latter: nbclient puts away what its signal handler has put away
+            if client.stopped:
                 raise KeyboardInterrupt from None
             raise CellFailed(f"the kernel died in cell {_name(client)}") from None
     for cell in notebook.cells:
@@ -196,7 +204,7 @@ def source_hash(cell: NotebookNode) -> str:
 
 def sources_hash(notebook: NotebookNode) -> str:
     """A short name for all code of the notebook: a published notebook carries the one that its outputs came from."""
-    code = [[cell.id, cell.source] for cell in notebook.cells if cell.cell_type == "code"]
+    code = [[cell.get("id"), cell.source] for cell in notebook.cells if cell.cell_type == "code"]
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()[:12]
 
 

@@ -1,0 +1,96 @@
+"""Test notebooks: lint them, then execute every cell on the CPU and compare the outputs that are exact.
+
+    python tools/run_nbval.py                 # all notebooks (part of `make test`)
+    python tools/run_nbval.py 03 04           # some of them
+
+A cell fails where it raises, where its output is tagged `nbval-check-output` and differs from the stored one, and where it takes
+longer than --cell-seconds. Times are printed, those over a notebook's budget are marked, and none of them is a failure.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import lint_notebooks
+from notebook_files import ROOT, SANITIZE_RULES, execution_environment, named_or_all, read
+
+CELL_SECONDS = 180
+BUDGET_SECONDS = 60  # machine time of a notebook on 2 cores
+SERVING_BUDGET_SECONDS = 180  # a serving engine takes half a minute to start
+SLOWEST_CELLS = 5
+
+
+def nbval(paths: Sequence[Path], cell_seconds: float = CELL_SECONDS) -> int:
+    """Execute the notebooks, two at a time, and print the time that each took.
+
+    Returns pytest's exit code, 0 where all is well, and 1 where cells were not run that should have been.
+    """
+    paths = [path.resolve() for path in paths]
+    root = ROOT if all(path.is_relative_to(ROOT) for path in paths) else os.path.commonpath([path.parent for path in paths])
+    flags = [
+        "--nbval-lax",
+        "--nbval-current-env",
+        f"--nbval-cell-timeout={cell_seconds}",
+        f"--nbval-sanitize-with={SANITIZE_RULES}",
+    ]
+    flags += [
+        f"--timeout={cell_seconds + 60}",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]  # nbval ends a cell in time; pytest-timeout ends nbval
+    flags += ["-n", "2", "--dist", "loadscope"] if len(paths) > 1 else []
+    flags += [f"--rootdir={root}", "-c", str(ROOT / "pyproject.toml")]  # a notebook outside rootdir would have no name
+    with tempfile.TemporaryDirectory(prefix="nbval_") as scratch:
+        report = Path(scratch) / "report.xml"
+        command = [sys.executable, "-m", "pytest", *flags, f"--junitxml={report}", *map(str, paths)]
+        code = subprocess.run(command, cwd=ROOT, env=execution_environment(Path(scratch))).returncode
+        times = cell_times(report) if report.exists() else {}
+    print(summary(times))
+    ran, expected = sum(map(len, times.values())), sum(cell.cell_type == "code" for path in paths for cell in read(path).cells)
+    if ran != expected:
+        print(f"{ran} cells were run, but the notebooks have {expected} code cells")
+    return code or int(ran != expected)
+
+
+def cell_times(report: Path) -> dict[str, dict[str, float]]:
+    """From a JUnit report: notebook -> cell -> seconds."""
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    for case in ElementTree.parse(report).iter("testcase"):
+        times[case.attrib["classname"]][case.attrib["name"]] = float(case.attrib["time"])
+    return times
+
+
+def summary(times: Mapping[str, Mapping[str, float]]) -> str:
+    """For each notebook a line with the seconds it took, marked where over its budget, and a line with its slowest cells."""
+    lines = []
+    for notebook, cells in sorted(times.items()):
+        total, budget = sum(cells.values()), SERVING_BUDGET_SECONDS if "serv" in notebook else BUDGET_SECONDS
+        slowest = sorted(cells.items(), key=lambda item: -item[1])[:SLOWEST_CELLS]
+        lines.append(f"{notebook:44} {total:6.1f} s{f'  over its budget of {budget} s' if total > budget else ''}")
+        lines.append("    slowest: " + ", ".join(f"{cell} {seconds:.1f} s" for cell, seconds in slowest))
+    lines.append(f"{'in all':44} {sum(sum(cells.values()) for cells in times.values()):6.1f} s")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("notebooks", nargs="*", help="files, or starts of file names such as 04; default: all")
+    parser.add_argument(
+        "--cell-seconds", type=float, default=CELL_SECONDS, help="longest time one cell may take (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    paths = named_or_all(options.notebooks)
+    findings = lint_notebooks.main([str(path) for path in paths])
+    sys.stdout.flush()
+    return nbval(paths, options.cell_seconds) or findings
+
+
+if __name__ == "__main__":
+    sys.exit(main())
