@@ -106,7 +106,7 @@ class _Recorder:
                     self._storages[_storage(tensors_of(arguments[0])[0])] = pending
             else:
                 pending.has_future = True
-                future.add_done_callback(lambda future, work=work: self._completed(pending, future))  # keeps the work as well
+                future.add_done_callback(functools.partial(self._completed, pending, work))
             self._write_cuda_ends()
         except Exception as error:
             self.fail(error)
@@ -134,8 +134,8 @@ class _Recorder:
         except Exception as error:
             self.fail(error)
 
-    def _completed(self, pending: _Pending, future: Any) -> None:
-        """Called by the future; on CUDA as soon as the work is enqueued, with current streams that wait for it."""
+    def _completed(self, pending: _Pending, work: Any, future: Any) -> None:
+        """Called by the future, which keeps `work`; on CUDA as soon as it is enqueued, with current streams that wait for it."""
         if self.over:
             return
         try:
@@ -194,7 +194,8 @@ def _install() -> None:
     here = torch._C.DispatchKey.BackendSelect
     collective = torch.library.Library("c10d", "IMPL")
     functional = torch.library.Library("_c10d_functional", "IMPL")
-    original_wait = dist.Work.wait
+    work_class: Any = dist.Work
+    original_wait = work_class.wait
     wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
     def register(name: str, operator: Operator) -> None:
@@ -211,7 +212,7 @@ def _install() -> None:
                 blocks = name == "monitored_barrier_" or arguments[async_at : async_at + 1] == (False,)
                 pending = recorder.issued(operator, arguments, group_at, blocks)
             result = overload.redispatch(keyset.remove(here), *arguments)
-            if pending is not None:
+            if recorder is not None and pending is not None:
                 recorder.returned(pending, arguments, result)
             return result
 
@@ -221,7 +222,7 @@ def _install() -> None:
         recorder = _recorder
         pending = None if recorder is None or recorder.over else recorder.waits(work)
         result = original_wait(work, *arguments, **keywords)
-        if pending is not None:
+        if recorder is not None and pending is not None:
             recorder.waited(pending, work)
         return result
 
@@ -229,7 +230,7 @@ def _install() -> None:
         recorder = _recorder
         pending = None if recorder is None or recorder.over else recorder.waits_for_storage(tensor)
         result = wait_tensor.redispatch(keyset.remove(here), tensor)
-        if pending is not None:
+        if recorder is not None and pending is not None:
             recorder.waited(pending)
         return result
 
@@ -241,7 +242,7 @@ def _install() -> None:
         collective._destroy()
         functional._destroy()
         raise
-    dist.Work.wait = functools.wraps(original_wait)(wait)
+    work_class.wait = functools.wraps(original_wait)(wait)
     _libraries = collective, functional
 
 
@@ -313,8 +314,7 @@ def read(path: str, rank: int) -> Recorded:
         if event[0] == "issue":
             sequence, op, group, dtype, shape, size, begin, source, peer, waited_from = event[1:]
             end, sender = done.get(sequence, (None, None))
-            if end is None or waited.get(sequence, end) < end:  # what was done before the wait began never blocked
-                waited_from = waited.get(sequence, waited_from)
+            waited_from = waited.get(sequence, waited_from)  # later than the end where it was done before anybody waited
             collectives.append(
                 Collective(
                     rank=rank,
