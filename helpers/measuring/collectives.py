@@ -112,8 +112,9 @@ class _Recorder:
             self.fail(error)
 
     def waits(self, work: Any) -> _Pending | None:
-        """Note that the rank begins to wait for `work`."""
-        return self._begin(self._pending.pop(work, None))
+        """Note that the rank begins to wait for `work`, where that is not done yet."""
+        pending = self._pending.pop(work, None)
+        return None if pending is not None and pending.has_future and work.is_completed() else self._begin(pending)
 
     def waits_for_storage(self, tensor: Any) -> _Pending | None:
         """Note that C++ begins to wait for the operation whose output is `tensor`."""
