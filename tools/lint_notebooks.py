@@ -1,4 +1,4 @@
-"""Find what running a notebook does not show: cells that check nothing, noise, and breaches of how the course's notebooks are laid out.
+"""Find what running a notebook does not show: cells that check nothing, noise, what a learner would stumble over.
 
     python tools/lint_notebooks.py        # all notebooks
     python tools/lint_notebooks.py 03 04  # some of them
@@ -18,7 +18,7 @@ import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
 from notebook_files import ROOT, named_or_all, shown
-from publish import DROPPED_CELL_METADATA, WIDGET_VIEW, source_hash, sources_hash
+from publish import DROPPED_CELL_METADATA, WIDGET_VIEW, sources_hash
 
 MAX_CELL_LINES = 25
 MAX_CODE_CELLS = 30
@@ -164,10 +164,7 @@ def compared_outputs(notebook: Notebook) -> Messages:
     for cell in notebook.code:
         own = cell.metadata.get("tags", [])
         if "nbval-check-output" in own and not cell.outputs:
-            yield (
-                cell,
-                f"tagged nbval-check-output but has no stored output, so nothing is compared: {PUBLISH}, or print something",
-            )
+            yield cell, f"tagged nbval-check-output but without stored output nothing is compared: {PUBLISH}, or print something"
         elif "nbval-check-output" in own and not any(_comparable(output) for output in cell.outputs):
             yield cell, "tagged nbval-check-output but nbval does not compare pictures and widgets: print the finding as well"
         raised = [output for output in cell.outputs if output.output_type == "error"]
@@ -186,26 +183,25 @@ def _comparable(output: NotebookNode) -> bool:
 
 @rule
 def magics(notebook: Notebook) -> Messages:
-    """IPython reports an unknown magic on stderr, skips what follows and calls the cell a success; a failing shell line as well."""
+    """IPython reports an unknown magic on stderr, skips what follows and calls the cell a success; a failing shell line too."""
     for cell in notebook.code:
         try:
-            tree = ast.parse(TransformerManager().transform_cell(cell.source))
+            calls = [
+                call for call in ast.walk(_python(cell)) if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+            ]
         except SyntaxError as error:
             yield cell, f"is not Python ({error.msg}, line {error.lineno}): mend it"
             continue
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            if ast.unparse(call.func.value) != "get_ipython()":
-                continue
-            name = call.func.attr
-            if name in ("run_line_magic", "run_cell_magic"):
-                magic = ast.literal_eval(call.args[0])
-                if magic not in MAGICS:
-                    yield (
-                        cell,
-                        f"uses %{magic}: where it is unknown the cell passes unexecuted; use Python, or {', '.join(sorted(MAGICS))}",
-                    )
-            elif name in ("system", "getoutput"):
+        for call in (call for call in calls if ast.unparse(call.func.value) == "get_ipython()"):
+            name = ast.literal_eval(call.args[0])
+            if call.func.attr in ("system", "getoutput"):
                 yield cell, "runs a shell line, whose failure passes unseen: use subprocess.run(..., check=True)"
+            elif name not in MAGICS:
+                yield cell, f"uses %{name}: where unknown, the cell passes unexecuted; use Python, or {', '.join(sorted(MAGICS))}"
+
+
+def _python(cell: NotebookNode) -> ast.Module:
+    return ast.parse(TransformerManager().transform_cell(cell.source))
 
 
 @rule
@@ -217,19 +213,18 @@ def outputs_present(notebook: Notebook) -> Messages:
     elif notebook.content.metadata.get("published_sources") != sources_hash(notebook.content):
         yield None, f"its code has changed since its outputs were stored: {PUBLISH}"
     for cell in executed:
-        if not cell.outputs and _prints(cell.source):
+        if not cell.outputs and _prints(cell):
             yield cell, f"prints, but has no stored output: {PUBLISH}"
-        stored_hash = cell.metadata.get("source_hash")
-        if stored_hash is not None and stored_hash != source_hash(cell):
-            yield cell, f"its times belong to an earlier form of its source: {PUBLISH}"
 
 
-def _prints(source: str) -> bool:
+def _prints(cell: NotebookNode) -> bool:
     try:
-        body = ast.parse(TransformerManager().transform_cell(source)).body
+        statements = _python(cell).body
     except SyntaxError:
         return False
-    calls = [statement.value for statement in body if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)]
+    calls = [
+        statement.value for statement in statements if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+    ]
     return any(isinstance(call.func, ast.Name) and call.func.id in ("print", "display") for call in calls)
 
 
