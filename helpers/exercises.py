@@ -17,11 +17,13 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from helpers import record
 from helpers.launching.errors import LaunchError
+from helpers.launching.shipping import cell_name
 
 SOLUTIONS = record.ROOT / "notebooks" / "solutions"
 MARKS = {"solved": "✔", "wrong": "✘", "not answered yet": "…"}
@@ -92,8 +94,17 @@ def judge(id: str, answer: Any) -> Judgement:
     except LaunchError as error:
         return Judgement("wrong", "The check ran your job, and the job failed:", str(error))
     except Exception as error:
-        frames = traceback.format_tb(error.__traceback__)[-1:]  # the line it happened in; those above are the check's
-        return Judgement("wrong", "Your answer could not be judged, it raised:", "".join([*frames, repr(error)]))
+        return Judgement(
+            "wrong", "Your answer could not be judged, it raised:", f"{_learners_line(error)}{type(error).__name__}: {error}"
+        )
+
+
+def _learners_line(error: Exception) -> str:
+    """The innermost line outside this package and the solutions, where the error passed one."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not any(Path(frame.filename).is_relative_to(ours) for ours in (SOLUTIONS, Path(__file__).parent)):
+            return f"{cell_name(frame.filename)}, line {frame.lineno}: {frame.line}\n"
+    return ""
 
 
 def hint(id: str) -> None:

@@ -48,9 +48,10 @@ _SCALES: dict[str, list[tuple[float, float, str]]] = {  # unit given -> (at leas
 class Figure(MatplotlibFigure):
     """A figure with alt text (`alt`) and a one-line `finding`, printed under it when it is displayed.
 
-    As the last expression of a cell it is shown once, as PNG. The alt text travels as output metadata
-    `{"image/png": {"alt": …}}`: nbconvert writes it into the page, JupyterLab 4.6 ignores it, so `finding` repeats what counts
-    in words. It shows itself (`_ipython_display_`) because a formatter that pyplot registers would otherwise drop the metadata.
+    As the last expression of a cell it is shown once, as PNG. The alt text travels as IPython's own images carry theirs, as
+    output metadata `{"image/png": {"alt": …}}`. nbconvert's classic pages have it; JupyterLab 4.6, nbconvert's lab pages and
+    myst-nb 1.4 leave it out, so `finding` repeats what counts in words. A figure displays itself because a formatter that
+    pyplot registers would otherwise drop the metadata.
     """
 
     alt = ""

@@ -2,13 +2,14 @@
 
 At every moment between the start and the end of its function a rank is in one of three states:
 
-* communication: at least one of its collectives is under way, and everyone it needs has come;
-* idle: each of its collectives under way still lacks somebody: a rank of the group has not entered it, or the other end of a
-  send or receive has not been issued;
-* compute: none is under way.
+* communication: it blocks on a collective that everyone it needs has entered;
+* idle: it blocks on collectives that all still lack somebody: a rank of the group has not entered, or the other end of a send
+  or receive has not been issued;
+* compute: it does not block.
 
+It blocks on a collective from `waited_from` to `end`, not at all where that had ended before. Where `waited_from` is not recorded
+(DDP's reducer waits in C++) it counts as blocked from `start`, so what DDP hides behind its backward pass is communication here.
 A collective that ended before the last rank came waited for nobody (a broadcast's source, a buffered send): communication.
-A collective counts from its issue to its end also where the rank computes meanwhile (`async_op`, DDP's overlap); regions show it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from matplotlib.patches import Patch
 
 from helpers.plots import style
 from helpers.plots.style import Figure, amount, measured_on, scale
@@ -51,8 +54,9 @@ def segments(run: Run) -> list[list[Segment]]:
         for collective in run.collectives:
             if collective.rank == rank:
                 until, came = ends[id(collective)], met[id(collective)]
-                came = collective.start if collective.end is not None and collective.end < came else min(came, until)
-                waiting.append((collective.start, came))
+                begin = min(collective.start if collective.waited_from is None else collective.waited_from, until)
+                came = begin if collective.end is not None and collective.end < came else min(max(came, begin), until)
+                waiting.append((begin, came))
                 moving.append((came, until))
         lanes.append(_partition(span[0], last if span[1] is None else span[1], waiting, moving))
     return lanes
@@ -67,7 +71,8 @@ def shares(run: Run) -> list[dict[str, float]]:
 
 
 def timeline(run: Run, title: str | None = None) -> Figure:
-    """A lane per rank: computing, communicating, waiting; regions (`measuring.clock.region`) as labelled bands above it.
+    """A lane per rank: computing, communicating, waiting; above it regions (`measuring.clock.region`) as labelled bands, below it
+    a thin strip where a collective is under way while the rank computes.
 
     Ticks mark collectives whose end was not recorded; they count as computing. Raises ValueError for a run without spans.
     """
@@ -87,30 +92,39 @@ def timeline(run: Run, title: str | None = None) -> Figure:
         footer=measured_on(run),
     )
     for rank, lane in enumerate(lanes):
-        for kind, (color, hatch) in KINDS.items():
-            pieces = [((s.start - origin) * factor, (s.end - s.start) * factor) for s in lane if s.kind == kind]
-            label = kind if rank == 0 else None
-            axes.broken_barh(
-                pieces, (rank - 0.2, 0.55), facecolor=color, hatch=hatch, edgecolor="white", linewidth=0, label=label
-            )
-        unknown = [
-            each.start for each in run.collectives if each.rank == rank and each.end is None and ends[id(each)] == each.start
-        ]
-        axes.plot([(at - origin) * factor for at in unknown], [rank] * len(unknown), "|", color="black", markersize=14)
-    names = list(dict.fromkeys(region.name for region in run.regions))
-    length = max(lane[-1].end for lane in lanes if lane) - origin
-    for region in run.regions:
-        color, width = style.PALETTE[(names.index(region.name) + 2) % 7], (region.end - region.start) * factor
-        start = (region.start - origin) * factor
-        axes.broken_barh([(start, width)], (region.rank - 0.45, 0.22), color=color, alpha=0.45, edgecolor="black", linewidth=0.5)
-        if region.end - region.start > 0.014 * length * len(region.name):
-            axes.text(start + width / 2, region.rank - 0.34, region.name, ha="center", va="center", fontsize=7)
+        own = [each for each in run.collectives if each.rank == rank]
+        behind = [(each.start, min(each.waited_from, ends[id(each)])) for each in own if each.waited_from is not None]
+        rows = [(kind, [piece[:2] for piece in lane if piece.kind == kind], rank - 0.2, 0.5) for kind in KINDS]
+        for name, pieces, top, thick in [*rows, ("under way while computing", behind, rank + 0.34, 0.12)]:
+            color, hatch = KINDS.get(name, (style.ORANGE, ""))
+            bars = [((start - origin) * factor, (end - start) * factor) for start, end in pieces]
+            axes.broken_barh(bars, (top, thick), facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
+        endless = [(each.start - origin) * factor for each in own if each.end is None and ends[id(each)] == each.start]
+        axes.plot(endless, [rank + 0.05] * len(endless), "|k", markersize=14)
+    _draw_regions(axes, run, origin, factor)
     axes.set_yticks(range(len(lanes)), [f"rank {rank}" for rank in range(len(lanes))])
     axes.invert_yaxis()
     axes.grid(visible=False)
     axes.set_xlabel(f"time since the first rank began ({unit})")
-    style.legend_above(axes, 3)
+    patches = [Patch(facecolor=color, hatch=hatch, edgecolor="white", label=kind) for kind, (color, hatch) in KINDS.items()]
+    if any(each.waited_from is not None and each.waited_from > each.start for each in run.collectives):
+        patches.append(Patch(facecolor=style.ORANGE, label="below a lane: under way meanwhile"))
+    style.legend_above(axes, 4, handles=patches)
     return figure
+
+
+def _draw_regions(axes: Any, run: Run, origin: float, factor: float) -> None:
+    """A band for each region above its rank's lane, with its name where that fits."""
+    names = list(dict.fromkeys(region.name for region in run.regions))
+    least = 0.014 * (_last_moment(run) - origin)  # seconds that a letter needs
+    for region in run.regions:
+        start, width = (region.start - origin) * factor, (region.end - region.start) * factor
+        color = style.PALETTE[(names.index(region.name) + 2) % 7]
+        axes.broken_barh(
+            [(start, width)], (region.rank - 0.45, 0.22), facecolor=color, alpha=0.45, edgecolor="black", linewidth=0.5
+        )
+        if region.end - region.start > least * len(region.name):
+            axes.text(start + width / 2, region.rank - 0.34, region.name, ha="center", va="center", fontsize=7)
 
 
 def _met(collectives: tuple[Collective, ...]) -> dict[int, float]:
@@ -123,9 +137,8 @@ def _met(collectives: tuple[Collective, ...]) -> dict[int, float]:
     for each in sorted(collectives, key=lambda each: (each.rank, each.sequence)):
         members, lone = each.group, each.op in ("send", "recv")
         if lone:
-            members = (
-                (each.rank,) if each.peer is None else (each.rank, each.peer) if each.op == "send" else (each.peer, each.rank)
-            )
+            ends = (each.rank,) if each.peer is None else (each.rank, each.peer)
+            members = ends if each.op == "send" else ends[::-1]
         counted[each.rank, lone, members] += 1
         meetings.setdefault((lone, members, counted[each.rank, lone, members]), []).append(each)
     came = {}

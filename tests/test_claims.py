@@ -1,0 +1,85 @@
+import re
+
+import numpy
+import pytest
+
+from helpers import claims, machine, record
+
+IDS = [f"E{n}" for n in range(1, 22)] + [f"A{n}" for n in range(1, 17)] + [f"P{n}" for n in range(1, 8)]
+
+
+@pytest.fixture(autouse=True)
+def _own_record(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORKSHOP_RECORD", str(tmp_path / "record.jsonl"))
+
+
+def test_every_claim_of_the_three_articles_is_listed_once_and_in_order():
+    assert list(claims.load()) == IDS
+    assert len(IDS) == 44
+
+
+def test_every_claim_says_something_and_belongs_to_notebooks_of_the_course():
+    for claim in claims.load().values():
+        assert len(claim.claim) > 20
+        assert claim.article
+        assert claim.notebooks
+        assert all(re.fullmatch("0[1-9]|1[0-2]", notebook) for notebook in claim.notebooks)
+
+
+def test_a_verdict_shows_claim_figures_and_reason(capsys):
+    claims.verdict("P2", "fails", measured=1.0, expected="1/2 of the parameters", reason="the wrapper splits nothing")
+    said = capsys.readouterr().out
+    assert said.startswith("✘ P2 fails: ")
+    assert "DistributedDataParallel" in said
+    assert said.rstrip().endswith("measured 1, expected 1/2 of the parameters: the wrapper splits nothing")
+
+
+@pytest.mark.parametrize(
+    ("measured", "text"),
+    [(13_116_416, "13,116,416"), (1.93456, "1.935"), ("1.8 ms", "1.8 ms"), (numpy.float32(0.5), "0.5"), (numpy.int64(7), "7")],
+)
+def test_a_measured_figure_is_written_for_people(measured, text):
+    claims.verdict("E15", "holds", measured=measured)
+    assert claims.states()["E15"]["measured"] == text
+
+
+def test_the_latest_verdict_counts_and_only_this_machines(monkeypatch):
+    claims.verdict("E3", "undecided", measured=1.0)
+    claims.verdict("E3", "holds only if", measured=1 / 4, reason="the forward pass is inside no_sync")
+    assert claims.states()["E3"]["outcome"] == "holds only if"
+
+    elsewhere = machine.describe()
+    monkeypatch.setattr(type(elsewhere), "line", property(lambda self: "8 cores, 1 × NVIDIA H200"))
+    assert claims.states() == {}
+    claims.verdict("E3", "fails", measured=1)
+    assert claims.states()["E3"]["outcome"] == "fails"
+
+
+def test_the_page_has_every_claim_with_its_state(capsys):
+    claims.verdict("A2", "holds only if", measured="24.2 GiB", expected="26 GB", reason="weights alone are counted")
+    capsys.readouterr()
+    claims.page()
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == f"1 of 44 claims tried on {machine.describe().line}"
+    rows = {line.split()[0]: line for line in lines if line.split()[0] in IDS}
+    assert list(rows) == IDS
+    assert "◐ holds only if" in rows["A2"]
+    assert sum("not run here" in row for row in rows.values()) == 43
+    assert "     measured 24.2 GiB, expected 26 GB: weights alone are counted" in lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("P9", "fails", 1), "no claim 'P9'; nearest: P7"),
+        (("p2", "maybe", 1), "no claim 'p2'; nearest: P2"),
+        (("P2", "true", 1), "outcome is 'true'; it must be one of 'holds', 'holds only if', 'fails'"),
+        (("P2", "fails"), "'fails' on P2 needs measured="),
+        (("P2", "holds only if", 1), "'holds only if' on P2 needs reason=: the condition"),
+        (("P2", "not testable here"), "'not testable here' on P2 needs reason=: why"),
+    ],
+)
+def test_a_verdict_that_says_too_little_is_refused_and_not_noted(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        claims.verdict(*arguments)
+    assert record.notes("claim") == []

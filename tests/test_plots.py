@@ -1,0 +1,361 @@
+import dataclasses
+import itertools
+import math
+import re
+
+import matplotlib.pyplot as plt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.collections import PolyCollection
+
+from helpers import machine, plots
+from helpers.launching.results import Run
+from helpers.measuring.records import Collective, Region
+from helpers.plots import style
+from helpers.plots.timeline import segments
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "exact", "text"),
+    [
+        (13_116_416, "bytes", False, "12.5 MiB"),
+        (13_116_416, "bytes", True, "13,116,416 B"),
+        (1023, "bytes", False, "1,023 B"),
+        (24 * 2**30, "bytes", False, "24 GiB"),
+        (1.5, "bytes", True, "1.5 B"),
+        (0.0123456, "s", False, "12.3 ms"),
+        (2.0, "s", True, "2 s"),
+        (64e-6, "s", False, "64 µs"),
+        (1.234e9, "B/s", False, "1.23 GB/s"),
+        (56, "all-reduces", True, "56 all-reduces"),
+        (0, "bytes", False, "0 B"),
+        (0.123456, "", False, "0.123"),
+    ],
+)
+def test_amounts_are_written_for_people(value, unit, exact, text):
+    assert plots.amount(value, unit, exact) == text
+
+
+def test_compare_says_equal_only_where_it_is():
+    assert plots.compare(predicted=13_116_416, measured=13_116_416, unit="bytes").finding == (
+        "predicted 13,116,416 B, recorded 13,116,416 B: equal"
+    )
+    assert plots.compare(predicted=13_116_416, measured=13_116_415, unit="bytes").finding.endswith("equal within 0.1 %")
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "words"),
+    [
+        (8, 10, "20 % too low"),
+        (10.5, 10, "5.0 % too high"),
+        (40, 10, "4 times too high"),
+        (1, 10, "10 times too low"),
+        (0, 10, "100 % too low"),
+        (3, 0, "nothing was measured"),
+        (0, 0, "equal"),
+    ],
+)
+def test_an_error_is_relative_to_what_was_measured(predicted, measured, words):
+    assert plots.compare(predicted=predicted, measured=measured, unit="messages").finding.endswith(f": {words}")
+
+
+def test_compare_draws_guess_prediction_and_measurement_and_skips_what_is_missing():
+    figure = plots.compare(guess=6.0, predicted=12.0, measured=15.0, unit="ms")
+    assert [bar.get_width() for bar in figure.axes[0].patches] == [6, 12, 15]
+    assert texts(figure) == [" 6 ms", " 12 ms", " 15 ms"]
+    assert figure.finding == "your guess 6 ms, predicted 12 ms, measured 15 ms: 20 % too low; your guess: 60 % too low"
+    assert figure.get_suptitle() == "The prediction is 20 % too low"
+
+    skipped = plots.compare(guess=..., predicted=12.0, measured=15.0, unit="ms", title="Fifteen")
+    assert len(skipped.axes[0].patches) == 2
+    assert skipped.get_suptitle() == "Fifteen"
+    assert "guess" not in skipped.finding
+    assert plots.compare(guess=3, measured=4, unit="s").finding == "your guess 3 s, measured 4 s: 25 % too low"
+
+
+def test_compare_of_named_values_names_the_worst_prediction():
+    predicted, measured = {"gradients": 400, "activations": 900}, {"gradients": 400, "activations": 1000}
+    figure = plots.compare(predicted=predicted, measured=measured, unit="bytes")
+    assert figure.get_suptitle() == "Worst of 2 predictions: activations, 10 % too low"
+    assert figure.finding.splitlines() == [
+        "gradients: predicted 400 B, recorded 400 B: equal",
+        "activations: predicted 900 B, recorded 1,000 B: 10 % too low",
+    ]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["gradients", "activations"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"guess": "much", "measured": 1}, TypeError, "guess is 'much'; it must be a number, or ... for no guess"),
+        ({"predicted": True, "measured": 1}, TypeError, "predicted is True; it must be a number"),
+        ({"measured": math.nan}, ValueError, "measured is nan; it must be finite"),
+        ({"measured": {"a": math.inf}}, ValueError, "measured['a'] is inf"),
+        ({"predicted": {"a": 1}, "measured": {"b": 1}}, ValueError, "predicted has ['a'], measured has ['b']"),
+        ({"predicted": 1, "measured": {"b": 1}}, ValueError, "name the same things in both"),
+    ],
+)
+def test_compare_refuses_what_cannot_be_compared(arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        plots.compare(unit="s", **arguments)
+
+
+def test_a_figure_carries_alt_text_with_its_values_and_the_machine_only_in_the_metadata():
+    figure = plots.bars({"1 rank": 500.0, "2 ranks": 815.0}, unit="tokens/s", title="Two ranks help")
+    data, metadata = figure.bundle()
+    assert repr(figure) == data["text/plain"] == "<Figure: Bar chart: Two ranks help. 1 rank 500 tokens/s; 2 ranks 815 tokens/s.>"
+    assert metadata["image/png"]["alt"] == f"{figure.alt} measured on {machine.describe().line}"
+    assert metadata["image/png"]["width"] == 672
+    assert figure.get_supxlabel() == f"measured on {machine.describe().line}"
+
+
+def test_drawing_twice_gives_the_same_bytes_and_no_trace_of_the_program():
+    def draw():
+        return plots.sweep([1, 2], {"a": [1, 2]}, xlabel="ranks", ylabel="time", yunit="s", title="t").png()
+
+    assert draw() == draw()
+    assert b"Software" not in draw()
+
+
+def test_pyplot_knows_none_of_the_figures():
+    before = plt.get_fignums()
+    plots.bars({"a": 1}, unit="", title="t")
+    assert plt.get_fignums() == before
+
+
+def test_series_differ_in_more_than_their_colour():
+    assert len(style.PALETTE) == len(style.MARKERS) == len(style.DASHES) == len(style.HATCHES) == 7
+    for looks in (style.PALETTE, style.MARKERS, style.DASHES, style.HATCHES):
+        assert len(set(looks)) == 7
+
+
+def test_stacked_parts_stand_on_each_other_and_limits_are_named():
+    rows = {"plain": {"parameters": 2 * 2**30, "gradients": 2**30}, "sharded": {"gradients": 2**29}}
+    figure = plots.stacked(rows, unit="bytes", label="memory", title="t", limits={"GPU memory": 4 * 2**30}, footer="predicted")
+    bars = [(bar.get_x(), bar.get_width()) for bar in figure.axes[0].patches]
+    assert bars == [(0, 2), (0, 0), (2, 1), (0, 0.5)]
+    assert texts(figure) == [" 3 GiB", " 512 MiB"]
+    assert figure.axes[0].get_xlabel() == "memory (GiB)"
+    assert "GPU memory: 4 GiB" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert figure.get_supxlabel() == "predicted"
+
+
+def test_a_sweep_draws_predictions_as_lines_and_measurements_as_markers_of_the_same_colour():
+    x = [2**10, 2**14, 2**20]
+    figure = plots.sweep(
+        x,
+        {"all-reduce": [1e-3, None, 5e-3]},
+        {"all-reduce": [1e-3, 2e-3, 4e-3], "broadcast": [1e-4, 1e-4, 1e-4]},
+        xlabel="payload",
+        ylabel="time",
+        xunit="bytes",
+        yunit="s",
+        log="xy",
+        spread={"all-reduce": [(5e-4, 2e-3), (0, 0), (4e-3, 6e-3)]},
+        marks={"knee": 2**12},
+        title="t",
+    )
+    axes = figure.axes[0]
+    line, marker, other = axes.lines[0], axes.lines[1], next(line for line in axes.lines if line.get_label().startswith("broad"))
+    assert (line.get_linestyle(), line.get_marker()) == ("-", "None")
+    assert (marker.get_linestyle(), marker.get_marker()) == ("None", "o")
+    assert line.get_color() == marker.get_color() != other.get_color()
+    assert list(marker.get_xdata()) == [2**10, 2**20]
+    (low, high), _ = (segment[:, 1] for segment in axes.collections[0].get_segments())
+    assert (low, high) == pytest.approx((5e-4, 2e-3))
+    assert axes.get_xlabel() == "payload"  # the ticks carry the unit
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1 KiB", "16 KiB", "1 MiB"]
+    assert texts(figure) == [" knee: 4 KiB"]
+    assert "measured all-reduce from 1 ms to 5 ms" in figure.alt
+
+
+def test_a_linear_sweep_has_the_unit_in_its_label_and_starts_at_zero():
+    figure = plots.sweep([1, 2, 4], {"": [0.5, 0.3, 0.2]}, xlabel="ranks", ylabel="time", yunit="s", title="t")
+    axes = figure.axes[0]
+    assert axes.get_ylabel() == "time (ms)"
+    assert axes.get_ylim()[0] <= 0
+    assert list(axes.get_xticks()) == [1, 2, 4]
+    assert list(axes.lines[0].get_ydata()) == [500, 300, 200]
+
+
+def test_a_series_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="series 'b' has 1 values for 2 of x; use None"):
+        plots.sweep([1, 2], {"a": [1, 2]}, {"b": [1]}, xlabel="", ylabel="", title="")
+
+
+def record(rank, sequence, start, end, op="all_reduce", group=(0, 1), **more):
+    return Collective(rank, sequence, op, group, "float32", (1,), 4, start, end, None, **more)
+
+
+def run_of(spans, *collectives, **more):
+    values = {"ranks": len(spans), "device": "cpu", "backend": "gloo", "machine": "2 cores, no GPU", **more}
+    return Run(spans=spans, collectives=tuple(collectives), **values)
+
+
+def share(compute, communication, idle):
+    return {"compute": compute, "communication": communication, "idle": idle}
+
+
+BOTH = [(0.0, 16.0), (0.0, 16.0)]
+
+
+def test_the_rank_that_comes_first_waits_until_the_last_has_come():
+    run = run_of(BOTH, record(0, 0, 2.0, 10.0), record(1, 0, 7.0, 10.0))
+    assert plots.shares(run) == [share(8.0, 3.0, 5.0), share(13.0, 3.0, 0.0)]
+    assert segments(run)[0] == [(0, 2, "compute"), (2, 7, "idle"), (7, 10, "communication"), (10, 16, "compute")]
+
+
+def test_the_nth_collective_of_a_group_meets_the_nth_of_the_others_and_groups_do_not_mix():
+    spans = [(0.0, 10.0)] * 3
+    run = run_of(
+        spans,
+        record(0, 0, 1.0, 3.0, group=(0, 1)),
+        record(1, 0, 2.0, 3.0, group=(0, 1)),
+        record(0, 1, 4.0, 8.0, group=(0, 1, 2), op="barrier"),
+        record(1, 1, 5.0, 8.0, group=(0, 1, 2), op="barrier"),
+        record(2, 0, 7.0, 8.0, group=(0, 1, 2), op="barrier"),
+    )
+    assert plots.shares(run) == [share(4.0, 2.0, 4.0), share(6.0, 2.0, 2.0), share(9.0, 1.0, 0.0)]
+
+
+def test_a_receive_is_idle_until_its_send_is_issued():
+    run = run_of(
+        BOTH,
+        record(0, 0, 6.0, 7.0, op="send", peer=1),
+        record(0, 1, 9.0, 10.0, op="send", peer=1),
+        record(1, 0, 2.0, 8.0, op="recv", peer=0),
+        record(1, 1, 8.0, 10.0, op="recv", peer=0),
+    )
+    assert plots.shares(run) == [share(14.0, 2.0, 0.0), share(8.0, 3.0, 5.0)]
+
+
+def test_what_ended_before_the_last_rank_came_waited_for_nobody():
+    run = run_of(BOTH, record(0, 0, 2.0, 3.0, op="broadcast"), record(1, 0, 9.0, 10.0, op="broadcast"))
+    assert plots.shares(run) == [share(15.0, 1.0, 0.0), share(15.0, 1.0, 0.0)]
+
+
+def test_a_receive_from_anyone_whose_sender_is_unknown_counts_as_communication():
+    run = run_of(BOTH, record(1, 0, 2.0, 5.0, op="recv"))
+    assert plots.shares(run)[1] == share(13.0, 3.0, 0.0)
+
+
+def test_a_rank_computes_until_it_waits_for_what_is_under_way():
+    run = run_of(
+        BOTH,
+        record(0, 0, 2.0, 10.0, waited_from=9.0),
+        record(1, 0, 4.0, 10.0, waited_from=11.0),  # done before anybody waited: hidden behind computing
+        record(0, 1, 12.0, 14.0, waited_from=12.0),
+        record(1, 1, 13.0, 14.0, waited_from=13.0),
+    )
+    assert plots.shares(run) == [share(13.0, 2.0, 1.0), share(15.0, 1.0, 0.0)]
+
+
+def test_collectives_under_way_at_once_count_once():
+    run = run_of(BOTH, record(0, 0, 2.0, 8.0), record(0, 1, 4.0, 10.0), record(1, 0, 3.0, 8.0), record(1, 1, 9.0, 10.0))
+    assert plots.shares(run)[0] == share(8.0, 5.0 + 1.0, 1.0 + 1.0)
+
+
+def test_a_rank_that_never_comes_leaves_the_others_idle_to_the_last_moment():
+    run = run_of([(0.0, None), (1.0, 9.0)], record(0, 0, 3.0, None))
+    assert plots.shares(run) == [share(3.0, 0.0, 6.0), share(8.0, 0.0, 0.0)]
+
+
+def test_an_end_that_was_not_recorded_is_a_tick_and_counts_as_computing():
+    run = run_of(BOTH, record(0, 0, 3.0, None, op="send", peer=1), record(1, 0, 2.0, 4.0, op="recv", peer=0))
+    assert plots.shares(run) == [share(16.0, 0.0, 0.0), share(14.0, 1.0, 1.0)]
+    ticks = [line for line in plots.timeline(run).axes[0].lines if len(line.get_xdata())]
+    assert [list(line.get_xdata()) for line in ticks] == [[3.0]]
+
+
+def test_what_ends_after_the_function_is_cut_at_its_end():
+    run = run_of([(0.0, 4.0), (0.0, 4.0)], record(0, 0, 3.0, 6.0), record(1, 0, 3.5, 6.0))
+    assert plots.shares(run) == [share(3.0, 0.5, 0.5), share(3.5, 0.5, 0.0)]
+
+
+moment = st.integers(0, 256).map(lambda n: n / 16)
+
+
+@st.composite
+def runs(draw):
+    ranks = draw(st.integers(1, 3))
+    spans = []
+    for _ in range(ranks):
+        start, length = draw(moment), draw(st.one_of(st.none(), moment))
+        spans.append(draw(st.one_of(st.none(), st.just((start, None if length is None else start + length)))))
+    collectives = []
+    for rank in range(ranks):
+        for sequence in range(draw(st.integers(0, 4))):
+            start, length, wait = draw(moment), draw(st.one_of(st.none(), moment)), draw(st.one_of(st.none(), moment))
+            group, op, peer = draw(st.sampled_from([(tuple(range(ranks)), "all_reduce", None), ((0, rank), "send", 0)]))
+            end = None if length is None else start + length
+            collectives.append(record(rank, sequence, start, end, op, group, peer=peer, waited_from=wait and start + wait))
+    return run_of(spans, *collectives)
+
+
+@given(runs())
+def test_states_cover_a_ranks_time_without_gap_or_overlap(run):
+    for span, lane, seconds in zip(run.spans, segments(run), plots.shares(run), strict=True):
+        if span is None:
+            assert lane == []
+            continue
+        assert lane[0].start == span[0]
+        assert span[1] is None or lane[-1].end == span[1]
+        assert all(left.end == right.start and left.kind != right.kind for left, right in itertools.pairwise(lane))
+        assert sum(seconds.values()) == lane[-1].end - lane[0].start  # sixteenths of a second: exact
+        assert min(seconds.values()) >= 0
+
+
+def test_a_timeline_says_who_did_what_and_where_it_ran():
+    run = run_of(
+        BOTH,
+        record(0, 0, 2.0, 10.0),
+        record(1, 0, 7.0, 10.0),
+        regions=(Region(0, "forward", 0.0, 2.0), Region(1, "a name that does not fit", 0.0, 1.0)),
+        oversubscribed=True,
+    )
+    figure = plots.timeline(run)
+    assert figure.get_suptitle() == "All ranks together: 66 % computing, 19 % communicating, 16 % waiting"
+    assert figure.finding.splitlines() == [
+        "rank 0: 50 % computing, 19 % communicating, 31 % waiting of 16 s",
+        "rank 1: 81 % computing, 19 % communicating, 0 % waiting of 16 s",
+    ]
+    footer = "measured on 2 cores, no GPU; 2 ranks, cpu, gloo; timings oversubscribed: more ranks than cores"
+    assert figure.get_supxlabel() == footer
+    assert texts(figure) == ["forward"]
+    assert figure.axes[0].get_xlabel() == "time since the first rank began (s)"
+    assert plots.timeline(run, title="Rank 1 comes late").get_suptitle() == "Rank 1 comes late"
+
+
+def test_the_lanes_are_drawn_where_the_states_are():
+    figure = plots.timeline(run_of([(10.0, 10.016), (10.0, 10.016)], record(0, 0, 10.002, 10.01), record(1, 0, 10.007, 10.01)))
+    idle = next(
+        drawn
+        for drawn in figure.axes[0].collections
+        if isinstance(drawn, PolyCollection) and drawn.get_hatch() == "//" and drawn.get_paths()
+    )
+    box = idle.get_paths()[0].get_extents()
+    assert (box.x0, box.x1) == pytest.approx((2, 7))  # ms
+    assert box.y0 < 0 < box.y1
+
+
+def test_ranks_that_did_not_start_or_return_are_named():
+    run = run_of([(0.0, None), None, (0.0, 4.0)], record(0, 0, 1.0, None, group=(0, 2)))
+    lines = plots.timeline(run).finding.splitlines()
+    assert lines[0] == "rank 0: 25 % computing, 0 % communicating, 75 % waiting of 4 s, did not return"
+    assert lines[1] == "rank 1: did not start"
+
+
+def test_a_run_that_never_started_cannot_be_drawn():
+    with pytest.raises(ValueError, match="no rank of this run started"):
+        plots.timeline(run_of([None, None]))
+
+
+def test_a_measured_run_is_named_in_the_footer():
+    run = run_of(BOTH)
+    assert plots.measured_on(run) == "measured on 2 cores, no GPU; 2 ranks, cpu, gloo"
+    assert "1 rank, cuda, nccl" in plots.measured_on(dataclasses.replace(run, ranks=1, device="cuda", backend="nccl"))
