@@ -1,0 +1,54 @@
+# One command a chore, the same for people and CI. `make` alone lists them.
+PYTHON ?= python3
+VENV ?= .venv
+PORT ?= 8888
+WORKERS ?= 2
+
+RUN = $(VENV)/bin/python
+SET_UP = @$(PYTHON) tools/set_up.py --venv "$(VENV)"
+ON_CPU = WORKSHOP_DEVICE=cpu WORKSHOP_MODEL=tiny-ernie HF_HUB_OFFLINE=1
+
+.DEFAULT_GOAL := help
+.PHONY: help lab test notebooks book bench check doctor gpu-check fresh clean set-up
+
+help: ## list these commands
+	@echo "make <command>:"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F '|' '{ printf "%-12s %s\n", $$1, $$2 }'
+	@echo "Variables: PYTHON=python3.12 (the Python to build on), PORT=9000, VENV=folder, WORKSHOP_DEVICE=cpu"
+
+lab: set-up ## set everything up and open the workshop in JupyterLab (127.0.0.1, PORT=8888)
+	@$(RUN) tools/lab.py --port $(PORT)
+
+test: set-up ## set everything up and run all tests, then every notebook
+	@$(ON_CPU) $(RUN) -m pytest tests -m "not gpu" -n $(WORKERS) --dist loadscope --durations 15; tests=$$?; \
+	$(RUN) tools/run_nbval.py && exit $$tests
+
+notebooks: set-up ## execute the notebooks and rewrite their outputs reproducibly (NB=04 for one)
+	@$(RUN) tools/publish.py $(NB)
+
+book: set-up ## build the course as a website
+	@if [ -f tools/book.py ]; then $(PYTHON) tools/set_up.py --venv "$(VENV)" book && $(RUN) tools/book.py; \
+	else echo "The website comes with a later version; until then read the notebooks as they stand, they hold their outputs."; fi
+
+bench: ## measure this machine: launch latency side by side with other launchers, recorder on and off
+	$(SET_UP) dev bench
+	@$(RUN) -m tests.benchmarks
+
+check: set-up ## check format, lint, types, and the size of the package
+	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m mypy && $(RUN) tools/count_lines.py
+
+doctor: set-up ## look for what spoils workshops: state, meaning and mend, one line each
+	@$(RUN) -m helpers.preflight
+
+gpu-check: set-up ## run the tests that need an NVIDIA GPU (without one they say so)
+	@$(RUN) -m pytest tests/gpu -v --durations 5
+
+fresh: ## bring one of your notebooks back as the course has it (NB=04); yours stays under a dated name
+	@$(PYTHON) tools/learner_notebooks.py "$(NB)"
+
+clean: ## remove the environment and caches; my_notebooks/ stays
+	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+set-up:
+	$(SET_UP) dev

