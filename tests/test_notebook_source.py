@@ -92,6 +92,9 @@ def test_cells_without_ids_are_named_after_their_first_words():
     [
         ('# %% id="a"\n1\n\n# %% id="a"\n2\n', "two cells have the id 'a'"),
         ('# %% id="a b"\n1\n', "the id 'a b' may have"),
+        ("1\n\n# %%\n2\n", "text before the first cell: begin with a line '# %%', not with '1'"),
+        ("# %% id=sum\n1\n", "cannot read 'id=sum' in a cell's first line"),
+        ('# %% id="sum" tags=["timing]\n1\n', "cannot read 'tags="),
     ],
 )
 def test_ids_that_cannot_be(text, message):

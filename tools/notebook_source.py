@@ -3,77 +3,108 @@
     python tools/notebook_source.py text notebooks/03_train_on_shards.ipynb > /tmp/03.py
     python tools/notebook_source.py notebook /tmp/03.py notebooks/03_train_on_shards.ipynb
 
-The text is jupytext's percent format. A cell starts with a line such as
+A cell starts with a line such as
 
     # %% [markdown] id="opening"
     # %% id="one-step" tags=["timing"]
 
-Markdown lines start with `# `, or the whole text stands between two lines of three double quotes. A cell without an id gets
-one made of its first words. An existing notebook keeps its metadata and the outputs of the code cells whose id and source are
-unchanged. Only notebooks are committed.
+(values are JSON), and one blank line stands before the next. Markdown lines start with `# `, or the whole text stands between
+two lines of three double quotes. A cell without an id gets one made of its first words. An existing notebook keeps its metadata
+and the outputs of the code cells whose id and source are unchanged. Only notebooks are committed.
+
+The format is the "percent format" of several editors. The library for it, jupytext, does not keep cell ids, and installing it
+would change what learners see in JupyterLab.
 """
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
 
-import jupytext
 import nbformat
 from nbformat import NotebookNode
 from notebook_files import read, write
 
-# Cell metadata that only one of the two forms needs.
-ONLY_IN_TEXT = {"id", "cell_marker", "lines_to_next_cell", "lines_to_end_of_cell_marker"}
-ONLY_IN_NOTEBOOK = {"source_hash"}
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+ONLY_IN_NOTEBOOK = ("source_hash",)  # metadata that publishing writes
+HEADER = re.compile(r"^# %%(?: \[(markdown|raw)\])?(.*)$", re.MULTILINE)
+ENTRY = re.compile(r"(\w+)=")
 
 
 def to_text(notebook: NotebookNode) -> str:
-    """The notebook without outputs as percent text, cell ids and tags included.
+    """The notebook without outputs as text, cell ids and tags included.
 
     Raises ValueError naming the first cell that the text could not give back exactly, for example one with a line `# %%` in it.
     """
-    copy = nbformat.v4.new_notebook(metadata={"jupytext": {"notebook_metadata_filter": "-all", "cell_metadata_filter": "all"}})
+    parts = []
     for cell in notebook.cells:
-        metadata = {key: value for key, value in cell.metadata.items() if key not in ONLY_IN_NOTEBOOK}
-        copy.cells.append(nbformat.from_dict({**cell, "metadata": {"id": cell.id, **metadata}}))
-    text = jupytext.writes(copy, fmt="py:percent")
-    returned = to_notebook(text).cells
-    for position, cell in enumerate(notebook.cells):
-        again = returned[position] if position < len(returned) else None
-        if again is None or (again.id, again.cell_type, again.source) != (cell.id, cell.cell_type, cell.source):
+        metadata = {"id": cell.id, **{key: value for key, value in cell.metadata.items() if key not in ONLY_IN_NOTEBOOK}}
+        kind = "" if cell.cell_type == "code" else f" [{cell.cell_type}]"
+        header = f"# %%{kind} " + " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in metadata.items())
+        body = cell.source if cell.cell_type == "code" else "\n".join(f"# {line}".rstrip() for line in cell.source.split("\n"))
+        parts.append(f"{header}\n{body}\n")
+        try:
+            again = [(one.cell_type, one.id, one.source) for one in to_notebook(parts[-1]).cells]
+        except ValueError:
+            again = []
+        if again != [(cell.cell_type, cell.id, cell.source)]:
             raise ValueError(
-                f"cell {cell.id!r} does not survive as text: take blank lines from its end and lines with '# %%' out of it"
+                f"cell {cell.id!r} does not survive as text: take spaces and blank lines from its ends, '# %%' out of it"
             )
-    return text
+    return "\n".join(parts)
 
 
 def to_notebook(text: str, stored: NotebookNode | None = None) -> NotebookNode:
-    """The notebook that percent text describes; from `stored` come its metadata and the outputs of unchanged cells.
+    """The notebook that the text describes; from `stored` come its metadata and the outputs of unchanged cells.
 
-    Raises ValueError for an id used twice or one that a notebook may not have.
+    Raises ValueError for text before the first cell, for a header that cannot be read, an id used twice or one that may not be.
     """
     earlier = {cell.id: cell for cell in stored.cells} if stored else {}
     notebook = nbformat.v4.new_notebook(metadata=stored.metadata if stored else {"kernelspec": KERNEL})
     taken: set[str] = set()
-    for parsed in jupytext.reads(text, fmt="py:percent").cells:
-        if not parsed.source and not parsed.metadata:
-            continue  # blank lines before the first cell
-        identity = parsed.metadata.get("id") or _unused(_slug(parsed.source), taken)
+    before, *pieces = HEADER.split(text)
+    if before.strip():
+        raise ValueError(f"text before the first cell: begin with a line '# %%', not with {before.strip().splitlines()[0]!r}")
+    for kind, header, body in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=True):
+        source = body.strip("\n") if not kind else _uncommented(body.strip("\n"))
+        metadata = _entries(header)
+        identity = metadata.pop("id", None) or _unused(_slug(source), taken)
         if identity in taken:
             raise ValueError(f"two cells have the id {identity!r}: give each its own")
         if not re.fullmatch(r"[\w-]{1,64}", identity, re.ASCII):
             raise ValueError(f"the id {identity!r} may have 1 to 64 letters, digits, '-' and '_' only")
         taken.add(identity)
-        metadata = {key: value for key, value in parsed.metadata.items() if key not in ONLY_IN_TEXT}
-        cell = nbformat.from_dict({**parsed, "id": identity, "metadata": metadata})
-        before = earlier.get(identity)
-        if before and cell.cell_type == before.cell_type == "code" and before.source == cell.source:
-            cell.outputs, cell.execution_count = before.outputs, before.execution_count
-            cell.metadata.update({key: value for key, value in before.metadata.items() if key in ONLY_IN_NOTEBOOK})
+        make = getattr(nbformat.v4, f"new_{kind or 'code'}_cell")
+        cell = make(source, id=identity, metadata=metadata)
+        known = earlier.get(identity)
+        if known and cell.cell_type == known.cell_type == "code" and known.source == source:
+            cell.outputs, cell.execution_count = known.outputs, known.execution_count
+            cell.metadata.update({key: value for key, value in known.metadata.items() if key in ONLY_IN_NOTEBOOK})
         notebook.cells.append(cell)
     return notebook
+
+
+def _entries(header: str) -> dict[str, object]:
+    """The entries `name=JSON` of a cell's first line."""
+    entries, position = {}, 1
+    while position < len(header):
+        name = ENTRY.match(header, position)
+        try:
+            if name is None:
+                raise ValueError
+            entries[name[1]], end = json.JSONDecoder().raw_decode(header, name.end())
+        except ValueError:
+            raise ValueError(
+                f'cannot read {header[position:]!r} in a cell\'s first line: write for example id="sum" tags=["timing"]'
+            ) from None
+        position = end + 1
+    return entries
+
+
+def _uncommented(body: str) -> str:
+    quoted = re.fullmatch(r'r?"""\n(.*)\n"""', body, re.DOTALL)
+    return quoted[1] if quoted else re.sub(r"^# ?", "", body, flags=re.MULTILINE)
 
 
 def _slug(source: str) -> str:
