@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import html
+import re
 from dataclasses import dataclass
 from functools import cache
 from numbers import Number
@@ -63,7 +64,7 @@ def verdict(claim_id: str, outcome: str, measured: Any = None, expected: Any = N
     found = _found({**figures, "reason": reason})
     record.Card(
         f"{title}: {claim.claim}\n  {found}",
-        f"<p><b>{title}:</b> <q>{html.escape(claim.claim)}</q><br>{html.escape(found)}</p>",
+        f"<p><b>{title}:</b> <q>{_html(claim.claim)}</q><br>{_html(found)}</p>",
     ).show()
 
 
@@ -83,10 +84,10 @@ def page() -> None:
         rows.append((claim.id, outcome, _found(state) if state else "", ", ".join(claim.notebooks), claim.claim))
     title = f"{len(found)} of {len(rows)} claims tried on {machine.describe().line}"
     names = ("claim", "state", "what was found", "notebook", "what the article says")
-    cells = ["".join(f"<td style=text-align:left>{html.escape(cell)}</td>" for cell in row) for row in rows]
-    table = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>" + "".join(f"<tr>{row}</tr>" for row in cells)
+    table = "".join(f"<tr>{''.join(f'<td style=text-align:left>{_html(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    heads = "".join(f"<th style=text-align:left>{name}</th>" for name in names)
     text = "\n".join(f"{id:<4} {outcome:<20} {claim}" + f"\n     {found}" * bool(found) for id, outcome, found, _, claim in rows)
-    record.Card(f"{title}\n{text}", f"<p><b>{html.escape(title)}</b></p><table>{table}</table>").show()
+    record.Card(f"{title}\n{text}", f"<p><b>{html.escape(title)}</b></p><table><tr>{heads}</tr>{table}</table>").show()
 
 
 def _claim(claim_id: str) -> Claim:
@@ -101,6 +102,10 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, (bool, str)) or not isinstance(value, Number):
         return "" if value is None else str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def _html(text: str) -> str:
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
 def _found(facts: dict[str, str]) -> str:

@@ -68,14 +68,22 @@ def test_compare_draws_guess_prediction_and_measurement_and_skips_what_is_missin
     figure = plots.compare(guess=6.0, predicted=12.0, measured=15.0, unit="ms")
     assert [bar.get_width() for bar in figure.axes[0].patches] == [6, 12, 15]
     assert texts(figure) == [" 6 ms", " 12 ms", " 15 ms"]
-    assert figure.finding == "your guess 6 ms, predicted 12 ms, measured 15 ms: 20 % too low; your guess: 60 % too low"
+    assert figure.finding == "your guess 6 ms, predicted 12 ms, measured 15 ms: 20 % too low; your guess 60 % too low"
     assert figure.get_suptitle() == "The prediction is 20 % too low"
 
     skipped = plots.compare(guess=..., predicted=12.0, measured=15.0, unit="ms", title="Fifteen")
     assert len(skipped.axes[0].patches) == 2
     assert skipped.get_suptitle() == "Fifteen"
     assert "guess" not in skipped.finding
-    assert plots.compare(guess=3, measured=4, unit="s").finding == "your guess 3 s, measured 4 s: 25 % too low"
+    assert plots.compare(guess=3, measured=4, unit="s").finding == "your guess 3 s, measured 4 s: your guess 25 % too low"
+
+
+def test_a_guess_of_several_things_is_skipped_until_it_is_complete():
+    guess, measured = {"gradients": 400, "activations": ...}, {"gradients": 400, "activations": 1000}
+    assert "guess" not in plots.compare(guess=guess, measured=measured, unit="bytes").finding
+    guess["activations"] = 2000
+    lines = plots.compare(guess=guess, measured=measured, unit="bytes").finding.splitlines()
+    assert lines[1] == "activations: your guess 2,000 B, recorded 1,000 B: your guess 100 % too high"
 
 
 def test_compare_of_named_values_names_the_worst_prediction():
@@ -97,6 +105,7 @@ def test_compare_of_named_values_names_the_worst_prediction():
         ({"measured": math.nan}, ValueError, "measured is nan; it must be finite"),
         ({"measured": {"a": math.inf}}, ValueError, "measured['a'] is inf"),
         ({"predicted": {"a": 1}, "measured": {"b": 1}}, ValueError, "predicted has ['a'], measured has ['b']"),
+        ({"measured": {}}, ValueError, "measured is empty"),
         ({"predicted": 1, "measured": {"b": 1}}, ValueError, "name the same things in both"),
     ],
 )
@@ -138,7 +147,7 @@ def test_stacked_parts_stand_on_each_other_and_limits_are_named():
     rows = {"plain": {"parameters": 2 * 2**30, "gradients": 2**30}, "sharded": {"gradients": 2**29}}
     figure = plots.stacked(rows, unit="bytes", label="memory", title="t", limits={"GPU memory": 4 * 2**30}, footer="predicted")
     bars = [(bar.get_x(), bar.get_width()) for bar in figure.axes[0].patches]
-    assert bars == [(0, 2), (0, 0), (2, 1), (0, 0.5)]
+    assert bars == [(0, 2), (2, 1), (0, 0.5)]
     assert texts(figure) == [" 3 GiB", " 512 MiB"]
     assert figure.axes[0].get_xlabel() == "memory (GiB)"
     assert "GPU memory: 4 GiB" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
@@ -161,7 +170,8 @@ def test_a_sweep_draws_predictions_as_lines_and_measurements_as_markers_of_the_s
         title="t",
     )
     axes = figure.axes[0]
-    line, marker, other = axes.lines[0], axes.lines[1], next(line for line in axes.lines if line.get_label().startswith("broad"))
+    drawn = {container.get_label(): container.lines[0] for container in axes.containers}
+    line, marker, other = (drawn[name] for name in ("all-reduce, predicted", "all-reduce, measured", "broadcast, predicted"))
     assert (line.get_linestyle(), line.get_marker()) == ("-", "None")
     assert (marker.get_linestyle(), marker.get_marker()) == ("None", "o")
     assert line.get_color() == marker.get_color() != other.get_color()

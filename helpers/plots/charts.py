@@ -7,139 +7,113 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from matplotlib.patches import Patch
+import numpy
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, StrMethodFormatter
 
 from helpers.plots import style
 from helpers.plots.style import Figure, amount, scale
 
 Value = float | Mapping[str, float]
+Series = Sequence[float | None]
+Marks = Mapping[str, float] | None
 _LOOKS = {"guess": (style.LIGHT, "//"), "predicted": (style.BLUE, ""), "measured": (style.ORANGE, "..")}
 
 
 def compare(
-    *,
-    guess: Any = ...,
-    predicted: Value | None = None,
-    measured: Value,
-    unit: str,
-    title: str | None = None,
-    footer: str | None = None,
+    *, guess: Any = ..., predicted: Value | None = None, measured: Value, unit: str, title: str | None = None, **options: Any
 ) -> Figure:
     """Bars of what was guessed, predicted and measured; the finding is a line such as "predicted 4 B, recorded 4 B: equal".
 
     Each is a number, or a mapping from names to numbers (then all have the same names). A guess of `...` and a prediction of None
     are left out. `unit` is "bytes" (shown in KiB … GiB; whole numbers in the line), "s", "B/s" or any other name, shown as it is.
-    Errors are relative to what was measured.
+    Errors are relative to what was measured. More options: those of `bars`.
 
     Raises TypeError for what is no number, ValueError for names that differ, infinite or missing numbers.
     """
-    given = {"guess": None if guess is ... else guess, "predicted": predicted, "measured": measured}
+    guessed = guess.values() if isinstance(guess, Mapping) else [guess]
+    given = {"guess": None if any(part is ... for part in guessed) else guess, "predicted": predicted, "measured": measured}
     values = {name: _named(name, value) for name, value in given.items() if value is not None}
+    real = values["measured"]
     for name, numbers in values.items():
-        if numbers.keys() != values["measured"].keys():
-            raise ValueError(f"{name} has {list(numbers)}, measured has {list(values['measured'])}: name the same things in both")
-    lines, worst = [], ("", 0.0)
-    for key, real in values["measured"].items():
-        said = [
-            f"{'your guess' if name == 'guess' else name} {amount(numbers[key], unit, True)}" for name, numbers in values.items()
-        ]
-        said[-1] = said[-1].replace("measured", "recorded") if unit == "bytes" else said[-1]
-        errors = {name: relative_error(values[name][key], real) for name in ("guess", "predicted") if name in values}
-        verdict = error_in_words(errors["predicted"]) if "predicted" in errors else ""
-        if "guess" in errors:
-            verdict = f"{verdict}; your guess: {error_in_words(errors['guess'])}" if verdict else error_in_words(errors["guess"])
-        lines.append(f"{key}: " * bool(key) + ", ".join(said) + f": {verdict}" * bool(verdict))
-        if abs(errors.get("predicted", 0)) > abs(worst[1]):
-            worst = (key, errors["predicted"])
+        if numbers.keys() != real.keys():
+            raise ValueError(f"{name} has {list(numbers)}, measured has {list(real)}: name the same things in both")
+    words = {"guess": "your guess", "predicted": "predicted", "measured": "recorded" if unit == "bytes" else "measured"}
+    lines, errors = [], {}
+    for key in real:
+        said = ", ".join(f"{words[name]} {amount(numbers[key], unit, True)}" for name, numbers in values.items())
+        off = {name: relative_error(values[name][key], real[key]) for name in ("predicted", "guess") if name in values}
+        judged = [("your guess " if name == "guess" else "") + error_in_words(error) for name, error in off.items()]
+        lines.append(f"{key}: " * bool(key) + ": ".join(part for part in (said, "; ".join(judged)) if part))
+        errors[key] = off.get("predicted", 0.0)
+    worst = max(errors, key=lambda key: abs(errors[key]))
     if title is None and predicted is None:
-        title = f"Measured: {amount(max(values['measured'].values()), unit)}"
-    elif title is None and worst[0]:
-        title = f"Worst of {len(lines)} predictions: {worst[0]}, {error_in_words(worst[1])}"
+        title = f"Measured: {amount(max(real.values()), unit)}"
+    elif title is None and not errors[worst]:
+        title = "Prediction and measurement are equal"
     elif title is None:
-        title = f"The prediction is {error_in_words(worst[1])}" if worst[1] else "Prediction and measurement are equal"
-    groups = {key: {name: numbers[key] for name, numbers in values.items()} for key in values["measured"]}
-    return bars(groups, unit=unit, title=title, finding="\n".join(lines), footer=footer)
+        which = f"Worst of {len(real)} predictions: {worst}," if worst else "The prediction is"
+        title = f"{which} {error_in_words(errors[worst])}"
+    groups = {key: {name: numbers[key] for name, numbers in values.items()} for key in real}
+    return bars(groups if worst else groups[""], unit=unit, title=title, finding="\n".join(lines), **options)
 
 
 def bars(
-    values: Mapping[str, Value], *, unit: str, title: str, label: str = "", finding: str = "", footer: str | None = None
+    values: Mapping[str, Value], *, unit: str, title: str, label: str = "", stack: bool = False, limits: Marks = None, **text: str
 ) -> Figure:
-    """Horizontal bars: one per name, or per name a group of bars (`{"name": {"series": value}}`), each with its value."""
-    groups = {name: dict(value) if isinstance(value, Mapping) else {"": value} for name, value in values.items()}
-    if list(groups) == [""]:
-        groups = {name: {name: value} for name, value in groups[""].items()}  # one group without a name: its series are the names
-    series = list(dict.fromkeys(key for group in groups.values() for key in group))
-    looks = {key: _LOOKS.get(key, (style.PALETTE[i % 7], style.HATCHES[i % 7])) for i, key in enumerate(series)}
-    factor, shown = scale([value for group in groups.values() for value in group.values()], unit)
+    """Horizontal bars: one per name, or per name a group of bars (`{"name": {"series": value}}`), each with its value.
+
+    `stack` puts a group's bars end to end, with their total. `limits` draws a named vertical line at each value: the memory of a
+    GPU, a deadline. A series keeps its look in all groups; "guess", "predicted" and "measured" have theirs in all figures.
+    More options: `finding` and `footer` of `style.figure`.
+    """
+    groups = {name: dict(value) if isinstance(value, Mapping) else {name: value} for name, value in values.items()}
+    limits, series = limits or {}, list(dict.fromkeys(key for group in groups.values() for key in group))
+    grouped = any(isinstance(value, Mapping) for value in values.values())
+    looks = {key: _LOOKS.get(key, style.look(number if grouped else 0)) for number, key in enumerate(series)}
+    ends = [sum(group.values()) if stack else max(group.values(), default=0) for group in groups.values()]
+    factor, shown = scale([*ends, *limits.values()], unit)
     spoken = [
-        f"{name} {key if key != name else ''} {amount(value, unit)}"
-        for name, group in groups.items()
-        for key, value in group.items()
+        f"{name} {key if grouped else ''} {amount(value, unit)}" for name, group in groups.items() for key, value in group.items()
     ]
-    alt = f"Bar chart: {title}. {'; '.join(' '.join(words.split()) for words in spoken)}."
-    grouped = any(len(group) > 1 for group in groups.values())
-    gap = 0.7 if grouped else 0.1
-    rows = sum(len(group) + gap for group in groups.values())
-    figure, axes = style.figure(title, 1.2 + 0.35 * rows + 0.3 * grouped, alt=alt, finding=finding, footer=footer)
+    alt = f"{'Stacked bars' if stack else 'Bar chart'}: {title}. {'; '.join(' '.join(words.split()) for words in spoken)}."
+    gap = 0.7 if grouped and not stack else 0.15
+    rows = sum((1 if stack else len(group)) + gap for group in groups.values())
+    figure, axes = style.figure(title, 1.2 + 0.35 * rows + 0.35 * grouped, alt=alt, **text)
     top, ticks = 0.0, {}
     for name, group in groups.items():
-        ticks[name] = top + (len(group) - 1) / 2
-        for place, (key, value) in enumerate(group.items()):
+        place, left = top, 0.0
+        for key, value in group.items():
             color, hatch = looks[key]
-            axes.barh(top + place, value * factor, 0.85, color=color, hatch=hatch, edgecolor="white", linewidth=0)
-            axes.annotate(f" {amount(value, unit)}", (value * factor, top + place), va="center", fontsize=9)
-        top += len(group) + gap
-    axes.set_yticks(list(ticks.values()), list(ticks))
-    _lying(axes, f"{label} ({shown})" if label and shown else label or shown)
-    if grouped:
-        patches = [Patch(facecolor=color, hatch=hatch, edgecolor="white", label=key) for key, (color, hatch) in looks.items()]
-        style.legend_above(axes, 5, handles=patches)
-    return figure
-
-
-def stacked(
-    rows: Mapping[str, Mapping[str, float]],
-    *,
-    unit: str,
-    title: str,
-    label: str = "",
-    limits: Mapping[str, float] | None = None,
-    finding: str = "",
-    footer: str | None = None,
-) -> Figure:
-    """A horizontal stack per row, for example `{"rank 0": {"parameters": …, "gradients": …}}`, its total at its end.
-
-    `limits` draws a named vertical line at each value: the memory of a GPU, a deadline. Parts keep their colour over all rows.
-    """
-    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
-    totals = {name: sum(row.values()) for name, row in rows.items()}
-    limits = limits or {}
-    factor, shown = scale([*totals.values(), *limits.values()], unit)
-    spoken = [
-        f"{name}: " + ", ".join(f"{part} {amount(value, unit)}" for part, value in row.items()) for name, row in rows.items()
-    ]
-    figure, axes = style.figure(
-        title, 1.9 + 0.45 * len(rows), alt=f"Stacked bars: {title}. {'; '.join(spoken)}.", finding=finding, footer=footer
-    )
-    for number, part in enumerate(parts):
-        starts = [sum(row.get(before, 0) for before in parts[:number]) * factor for row in rows.values()]
-        widths = [row.get(part, 0) * factor for row in rows.values()]
-        color, hatch = style.PALETTE[number % 7], style.HATCHES[number % 7]
-        axes.barh(list(rows), widths, 0.7, left=starts, label=part, color=color, hatch=hatch, edgecolor="white", linewidth=0)
-    for name, total in totals.items():
-        axes.annotate(f" {amount(total, unit)}", (total * factor, name), va="center", fontsize=9)
+            axes.barh(place, value * factor, 0.85, left=left, color=color, hatch=hatch, edgecolor="white", linewidth=0)
+            left, place = (left + value * factor, place) if stack else (0.0, place + 1)
+            if not stack:
+                _value(axes, value, unit, factor, place - 1)
+        if stack:
+            _value(axes, sum(group.values()), unit, factor, place)
+            place += 1
+        ticks[name], top = (top + place - 1) / 2, place + gap
     for name, limit in limits.items():
-        axes.axvline(limit * factor, color=style.VERMILION, linestyle="--", label=f"{name}: {amount(limit, unit)}")
-    _lying(axes, f"{label} ({shown})" if label else shown)
-    style.legend_above(axes, 4)
+        axes.axvline(limit * factor, color="black", linestyle="--", label=f"{name}: {amount(limit, unit)}")
+    axes.set(xlabel=f"{label} ({shown})" if label and shown else label or shown)
+    axes.set_yticks(list(ticks.values()), list(ticks))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.16)
+    patches = style.patches(looks) if grouped else []
+    if patches or limits:
+        style.legend_above(axes, 4, handles=[*patches, *axes.lines])
     return figure
+
+
+def stacked(rows: Mapping[str, Mapping[str, float]], **options: Any) -> Figure:
+    """`bars` end to end, one stack per row: `{"rank 0": {"parameters": …, "gradients": …}, …}`."""
+    return bars(rows, stack=True, **options)
 
 
 def sweep(
     x: Sequence[float],
-    measured: Mapping[str, Sequence[float | None]] | None = None,
-    predicted: Mapping[str, Sequence[float | None]] | None = None,
+    measured: Mapping[str, Series] | None = None,
+    predicted: Mapping[str, Series] | None = None,
     *,
     xlabel: str,
     ylabel: str,
@@ -148,14 +122,13 @@ def sweep(
     yunit: str = "",
     log: str = "",
     spread: Mapping[str, Sequence[tuple[float, float]]] | None = None,
-    marks: Mapping[str, float] | None = None,
-    finding: str = "",
-    footer: str | None = None,
+    marks: Marks = None,
+    **text: str,
 ) -> Figure:
     """What was measured as markers, what was predicted as lines, over `x`; a series has one colour in both.
 
     None leaves a point out. `log` is "", "x", "y" or "xy". `spread` holds (lowest, highest) for each point of a measured series,
-    drawn as error bars. `marks` draws a named vertical line at each x. Units as in `compare`.
+    drawn as error bars. `marks` draws a named vertical line at each x. Units as in `compare`, more options as in `bars`.
 
     Raises ValueError for a series whose length is not that of `x`.
     """
@@ -163,40 +136,33 @@ def sweep(
     for name, series in [*measured.items(), *predicted.items(), *spread.items()]:
         if len(series) != len(x):
             raise ValueError(f"series {name!r} has {len(series)} values for {len(x)} of x; use None for a point that is missing")
-    kinds = {"measured": measured, "predicted": predicted}
-    values = [value for kind in kinds.values() for series in kind.values() for value in series if value is not None]
-    spoken = [f"{kind} {name} {_ends(series, yunit)}" for kind, named in kinds.items() for name, series in named.items()]
+    kinds = {"predicted": predicted, "measured": measured}
+    values = [value for named in kinds.values() for each in named.values() for value in each if value is not None]
+    spoken = [f"{kind} {name} {_ends(each, yunit)}" for kind, named in kinds.items() for name, each in named.items()]
     over = f"{xlabel} from {amount(x[0], xunit)} to {amount(x[-1], xunit)}"
     alt = f"Line chart of {ylabel} over {over}: {title}. {'; '.join(spoken)}."
-    figure, axes = style.figure(title, 3.8, alt=alt, finding=finding, footer=footer)
-    xfactor = _axis(axes, "x", xlabel, xunit, x, "x" in log, x if len(x) <= 10 else None)
-    yfactor = _axis(axes, "y", ylabel, yunit, values, "y" in log)
+    figure, axes = style.figure(title, 3.8, alt=alt, **text)
+    xfactor, yfactor = _axis(axes, "x", xlabel, xunit, x, log), _axis(axes, "y", ylabel, yunit, values, log)
+    if len(x) <= 10:
+        axes.set_xticks([value * xfactor for value in x])
     if "y" not in log and min(values) >= 0:
         axes.update_datalim([(x[0] * xfactor, 0)])  # a height is read from zero
-    for number, name in enumerate(dict.fromkeys([*predicted, *measured])):
-        color, marker, dashes = style.PALETTE[number % 7], style.MARKERS[number % 7], style.DASHES[number % 7]
-        if name in predicted:
-            xs, ys, _ = _points(x, predicted[name], xfactor, yfactor)
-            axes.plot(xs, ys, color=color, linestyle=dashes, label=f"{name}, predicted" if name else "predicted")
-        if name in measured:
-            xs, ys, kept = _points(x, measured[name], xfactor, yfactor)
-            ends = [
-                [abs(spread[name][i][side] * yfactor - y) for i, y in zip(kept, ys, strict=True)]
-                for side in (0, 1)
-                if name in spread
-            ]
-            line, label = (
-                ("" if name in predicted else dashes),
-                (f"{name}, measured" if name and predicted else name or "measured"),
-            )
-            axes.errorbar(
-                xs, ys, yerr=ends or None, color=color, marker=marker, linestyle=line, linewidth=1, capsize=3, label=label
-            )
+    names = list(dict.fromkeys([*predicted, *measured]))
+    for kind, name in [(kind, name) for name in names for kind in kinds if name in kinds[kind]]:
+        number = names.index(name) % 7
+        ys = numpy.array(kinds[kind][name], dtype=float) * yfactor  # None becomes NaN
+        there = numpy.isfinite(ys)
+        shape: dict[str, Any] = {"marker": style.MARKERS[number]} if kind == "measured" else {}
+        shape["linestyle"] = "" if kind == "measured" and name in predicted else style.DASHES[number]
+        if kind == "measured" and name in spread:
+            shape["yerr"] = abs(numpy.array(spread[name]).T * yfactor - ys)[:, there]
+        legend = f"{name}, {kind}" if name and predicted else name or kind
+        points = (numpy.array(x) * xfactor)[there], ys[there]
+        axes.errorbar(*points, color=style.PALETTE[number], linewidth=1.3, capsize=3, label=legend, **shape)
     for name, at in marks.items():
         axes.axvline(at * xfactor, color=style.GREY, linestyle=":")
-        axes.annotate(
-            f" {name}: {amount(at, xunit)}", (at * xfactor, 0.98), xycoords=("data", "axes fraction"), va="top", fontsize=9
-        )
+        place = {"xy": (at * xfactor, 0.98), "xycoords": ("data", "axes fraction"), "va": "top", "fontsize": 9}
+        axes.annotate(f" {name}: {amount(at, xunit)}", **place, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
     axes.legend(fontsize=9, frameon=False)
     return figure
 
@@ -219,6 +185,8 @@ def error_in_words(error: float) -> str:
 def _named(name: str, value: Value) -> dict[str, float]:
     """A number or a mapping as a mapping of finite numbers."""
     named = dict(value) if isinstance(value, Mapping) else {"": value}
+    if not named:
+        raise ValueError(f"{name} is empty: there is nothing to compare")
     for key, number in named.items():
         where = f"{name}[{key!r}]" if key else name
         if isinstance(number, bool) or not isinstance(number, Real):
@@ -228,42 +196,27 @@ def _named(name: str, value: Value) -> dict[str, float]:
     return {key: float(number) if not isinstance(number, int) else number for key, number in named.items()}
 
 
-def _lying(axes: Any, label: str) -> None:
-    """Axes of horizontal bars: the first on top, room for the values at their ends."""
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.margins(x=0.16)
-    axes.set_xlabel(label)
+def _value(axes: Any, value: float, unit: str, factor: float, place: float) -> None:
+    axes.annotate(f" {amount(value, unit)}", (value * factor, place), va="center", fontsize=9)
 
 
-def _axis(
-    axes: Any, which: str, label: str, unit: str, values: Sequence[float], log: bool, ticks: Sequence[float] | None = None
-) -> float:
-    """Label an axis; on a logarithmic one the ticks carry their units. Returns the factor that values are drawn with."""
-    factor, shown = (1.0, "") if log else scale(values, unit)
-    axis = getattr(axes, f"{which}axis")
-    axis.set_label_text(f"{label} ({shown})" if shown else label)
-    if log:
-        base, wide = (16, True) if unit == "bytes" else (10, max(values) >= 1e3 * min(values))
-        getattr(axes, f"set_{which}scale")("log", base=base)
-        axis.set_major_locator(LogLocator(base=base, subs=(1,) if wide else (1, 3)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, unit)))
-        axis.set_minor_locator(NullLocator())
-    else:
-        axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    if ticks is not None:
-        axis.set_ticks([value * factor for value in ticks])
-    return factor
-
-
-def _points(
-    x: Sequence[float], series: Sequence[float | None], xfactor: float, yfactor: float
-) -> tuple[list[float], list[float], list[int]]:
-    """Where the points of a series stand, and which of them exist."""
-    kept = [(at * xfactor, value * yfactor, i) for i, (at, value) in enumerate(zip(x, series, strict=True)) if value is not None]
-    return [at for at, _, _ in kept], [value for _, value, _ in kept], [i for _, _, i in kept]
-
-
-def _ends(series: Sequence[float | None], unit: str) -> str:
+def _ends(series: Series, unit: str) -> str:
     there = [value for value in series if value is not None]
     return f"from {amount(there[0], unit)} to {amount(there[-1], unit)}" if there else "without points"
+
+
+def _axis(axes: Any, which: str, label: str, unit: str, values: Sequence[float], log: str) -> float:
+    """Label an axis; on a logarithmic one the ticks carry their units. Returns the factor that values are drawn with."""
+    axis = getattr(axes, f"{which}axis")
+    if which not in log:
+        factor, shown = scale(values, unit)
+        axis.set_label_text(f"{label} ({shown})" if shown else label)
+        axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        return factor
+    base = 16 if unit == "bytes" else 10
+    getattr(axes, f"set_{which}scale")("log", base=base)
+    axis.set_label_text(label)
+    axis.set_major_locator(LogLocator(base, subs=(1, 3) if base == 10 and max(values) < 1e3 * min(values) else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, unit)))
+    axis.set_minor_locator(NullLocator())
+    return 1.0

@@ -8,13 +8,14 @@ from __future__ import annotations
 import base64
 import io
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as MatplotlibFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Patch
 
 if TYPE_CHECKING:
     from helpers.launching.results import Run
@@ -37,6 +38,7 @@ _LOOK: dict[Any, Any] = {
     "grid.color": "#E5E5E5",
     "hatch.linewidth": 0.6,
     "legend.frameon": False,
+    "text.parse_math": False,  # a title may hold a $
 }
 _SCALES: dict[str, list[tuple[float, float, str]]] = {  # unit given -> (at least, factor, unit shown), largest first
     "bytes": [(2**30, 2**-30, "GiB"), (2**20, 2**-20, "MiB"), (2**10, 2**-10, "KiB"), (0, 1, "B")],
@@ -84,7 +86,10 @@ class Figure(MatplotlibFigure):
 
 
 def figure(title: str, height: float, *, alt: str, finding: str = "", footer: str | None = None) -> tuple[Figure, Any]:
-    """(figure, axes) with the title, and under the axes the footer: None says which machine was measured, "" leaves it out."""
+    """(figure, axes) of this height in inches with its title; `finding` is printed under it, by default the title.
+
+    `footer` stands under the axes: None says which machine was measured, "" leaves it out, anything else is taken as it is.
+    """
     footer = measured_on() if footer is None else footer
     with matplotlib.rc_context(_LOOK):
         made = Figure(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(h_pad=0.08))
@@ -93,6 +98,16 @@ def figure(title: str, height: float, *, alt: str, finding: str = "", footer: st
         made.suptitle(textwrap.fill(title, 76), x=0.01, ha="left", fontsize=11, fontweight="bold")
         made.supxlabel("\n".join(textwrap.wrap(footer, 110)), x=0.01, ha="left", fontsize=8, color=GREY)
         return made, made.add_subplot()
+
+
+def look(number: int) -> tuple[str, str]:
+    """(colour, hatch) of the area with this number."""
+    return PALETTE[number % 7], HATCHES[number % 7]
+
+
+def patches(looks: Mapping[str, tuple[str, str]]) -> list[Patch]:
+    """The handles of a legend for areas: by name, colour and hatch."""
+    return [Patch(facecolor=color, hatch=hatch, edgecolor="white", label=name) for name, (color, hatch) in looks.items()]
 
 
 def legend_above(axes: Any, columns: int, **options: Any) -> None:

@@ -19,8 +19,6 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from matplotlib.patches import Patch
-
 from helpers.plots import style
 from helpers.plots.style import Figure, amount, measured_on, scale
 
@@ -84,13 +82,8 @@ def timeline(run: Run, title: str | None = None) -> Figure:
     lines = [_in_words(rank, run.spans[rank], share) for rank, share in enumerate(seconds)]
     total = {kind: sum(share[kind] for share in seconds) for kind in KINDS}
     title = title or f"All ranks together: {_percents(total)}"
-    figure, axes = style.figure(
-        title,
-        1.7 + 0.6 * len(lanes),
-        alt=f"Timeline: {title}. {'; '.join(lines)}.",
-        finding="\n".join(lines),
-        footer=measured_on(run),
-    )
+    alt, finding = f"Timeline: {title}. {'; '.join(lines)}.", "\n".join(lines)
+    figure, axes = style.figure(title, 1.7 + 0.6 * len(lanes), alt=alt, finding=finding, footer=measured_on(run))
     for rank, lane in enumerate(lanes):
         own = [each for each in run.collectives if each.rank == rank]
         behind = [(each.start, min(each.waited_from, ends[id(each)])) for each in own if each.waited_from is not None]
@@ -106,10 +99,9 @@ def timeline(run: Run, title: str | None = None) -> Figure:
     axes.invert_yaxis()
     axes.grid(visible=False)
     axes.set_xlabel(f"time since the first rank began ({unit})")
-    patches = [Patch(facecolor=color, hatch=hatch, edgecolor="white", label=kind) for kind, (color, hatch) in KINDS.items()]
-    if any(each.waited_from is not None and each.waited_from > each.start for each in run.collectives):
-        patches.append(Patch(facecolor=style.ORANGE, label="below a lane: under way meanwhile"))
-    style.legend_above(axes, 4, handles=patches)
+    overlaps = any(each.waited_from is not None and each.waited_from > each.start for each in run.collectives)
+    looks = KINDS | ({"below a lane: under way meanwhile": (style.ORANGE, "")} if overlaps else {})
+    style.legend_above(axes, 4, handles=style.patches(looks))
     return figure
 
 
@@ -149,13 +141,12 @@ def _met(collectives: tuple[Collective, ...]) -> dict[int, float]:
 
 
 def _ends(run: Run) -> dict[int, float]:
-    """By the id of each collective, when it ended: its start where the backend did not say, the last moment of the run where its
-    rank never came out of it."""
-    last, final = (
-        _last_moment(run),
-        {each.rank: each.sequence for each in sorted(run.collectives, key=lambda each: each.sequence)},
-    )
-    ends = {}
+    """By the id of each collective, when it ended; the last moment of the run where its rank never came out of it.
+
+    Where the backend did not say, it is the start.
+    """
+    final = {each.rank: each.sequence for each in sorted(run.collectives, key=lambda each: each.sequence)}
+    ends, last = {}, _last_moment(run)
     for each in run.collectives:
         span = run.spans[each.rank]
         stuck = each.sequence == final[each.rank] and (span is None or span[1] is None)
