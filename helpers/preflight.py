@@ -33,12 +33,10 @@ PROJECT = Path(__file__).resolve().parents[1]
 MIB, GIB = 2**20, 2**30
 SECONDS = 15  # a check that has not answered by then is reported as silent
 _SILENT = "no answer within"
-_INSTALL_PAGE = "PyTorch's install page names the index of each build: WORKSHOP_TORCH_INDEX=<its address> make lab"
+_INSTALL_PAGE = "PyTorch's install page names each build's index: make clean, then WORKSHOP_TORCH_INDEX=<its address> make lab"
 _RECORDED_HOSTS = "the notebook on two hosts shows recorded results only"
 _TRY_TORCH = "import torch; assert float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()) == 512, 'wrong product of two matrices'"
-_TRY_GPUS = (
-    "import torch; assert {{float(torch.ones(8, device=f'cuda:{{i}}').sum()) for i in range({count})}} == {{8.0}}, 'wrong'"
-)
+_TRY_GPUS = "import torch; assert {{float(torch.ones(8, device=f'cuda:{{i}}').sum()) for i in range({count})}} == {{8.0}}"
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def torch(error: str | None = None) -> Check:
     """Whether torch can be imported and computes; `error` is what trying it in a process of its own said."""
     error = _try(_TRY_TORCH) if error is None else error
     if error:
-        mend = f"a build that fits this Python and processor: make clean, then make lab. {_INSTALL_PAGE}"
+        mend = f"another build or another Python (make lab PYTHON=python3.12). {_INSTALL_PAGE}"
         return Check("torch", "warn" if error.startswith(_SILENT) else "fail", f"cannot be used: {error}", mend)
     cuda = machine.torch_cuda()
     return Check("torch", "ok", f"{importlib.metadata.version('torch')}, {f'built for CUDA {cuda}' if cuda else 'CPU build'}")

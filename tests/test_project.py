@@ -182,7 +182,7 @@ def test_importing_helpers_loads_nothing_heavy():
 
 
 def imports(path: Path) -> set[str]:
-    """Modules of helpers that a file imports when it runs, not those for type checking alone; by their first name below helpers."""
+    """Modules of helpers that a file imports when it runs (not for type checking alone), by their first name below helpers."""
     found: set[str] = set()
     tree = ast.parse(path.read_text())
     for_types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
