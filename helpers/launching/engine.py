@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import select
 import shutil
 import signal
@@ -12,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+
+import psutil
 
 from helpers.launching import wire
 from helpers.launching.errors import LaunchError
@@ -28,7 +30,6 @@ READ_AT_START = (
     "TORCH_",
     "GLOO_",
     "KMP_",
-    "OPENBLAS_",
     "PYTHON",
     "WORKSHOP_START_METHOD",
 )
@@ -47,10 +48,10 @@ class Engine:
         from_warm, to_kernel = os.pipe()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from helpers.launching import warm; "
-            f"warm.main({to_kernel}, {method!r}, {folders!r})"
+            f"warm.main({to_kernel}, {os.getpid()}, {method!r}, {folders!r})"
         )
-        environment = {"OPENBLAS_NUM_THREADS": "1", "MPLBACKEND": "Agg", **environment}  # a thread would make fork unsafe
-        environment.pop("PYTEST_CURRENT_TEST", None)
+        environment = {**environment, "MPLBACKEND": "Agg", "PYTHONHASHSEED": "0"}  # sets in the same order in every rank
+        environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy would start a thread, and make fork unsafe
         self.problems = tempfile.TemporaryFile(dir=folders[0])  # noqa: SIM115  (what it says on stderr)
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -85,9 +86,11 @@ class Engine:
 
     def died(self) -> None:
         """Raise LaunchError with what the warm process said last."""
-        self.end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1)  # a closed pipe is seen before the exit code
         self.problems.seek(0)
         said = self.problems.read().decode(errors="replace").strip()
+        self.end()
         raise LaunchError(
             f"the warm process that ranks are started from ended with exit code {self.process.returncode}; the next launch "
             f"starts a new one." + (f" It said:\n{said}" if said else "")
@@ -98,7 +101,7 @@ class Engine:
         return self.process.poll() is None
 
     def end(self) -> None:
-        """Let it leave; within a second it is gone."""
+        """Let it end its ranks and leave; within a second it is gone."""
         with contextlib.suppress(OSError):
             wire.send(self.input, {"do": "quit"})
         with contextlib.suppress(OSError):
@@ -111,6 +114,7 @@ class Engine:
             self.process.wait()
         with contextlib.suppress(OSError):
             os.close(self.output.descriptor)
+        self.problems.close()
 
 
 class Interrupts:
@@ -139,10 +143,11 @@ class Interrupts:
         os.read(self.wake, 4096)
 
     def __exit__(self, *_: object) -> None:
-        if self._held:
-            signal.signal(signal.SIGINT, self._before if self._before is not None else signal.SIG_DFL)
+        write, self._write = self._write, -1
         os.close(self.wake)
-        os.close(self._write)
+        os.close(write)
+        if self._held:  # last: from here on an interrupt raises
+            signal.signal(signal.SIGINT, self._before if self._before is not None else signal.SIG_DFL)
 
 
 class _Workplace:
@@ -152,11 +157,11 @@ class _Workplace:
         self.owner = os.getpid()
         self.lock = threading.Lock()
         self.engines: dict[tuple[tuple[str, str], ...], Engine] = {}
-        self.folder = tempfile.mkdtemp(prefix=f"helpers-{self.owner}-")
+        self.folder = tempfile.mkdtemp(prefix=f"helpers-{_namespace()}-{self.owner}-")
         self.memory = self.folder
         self.jobs = 0
         if os.access(MEMORY_FOLDER, os.W_OK) and shutil.disk_usage(MEMORY_FOLDER).free >= MEMORY_NEEDED:
-            self.memory = tempfile.mkdtemp(prefix=f"helpers-{self.owner}-", dir=MEMORY_FOLDER)
+            self.memory = tempfile.mkdtemp(prefix=os.path.basename(self.folder) + "-", dir=MEMORY_FOLDER)
         for base in {os.path.dirname(self.folder), os.path.dirname(self.memory)}:
             _remove_orphans(base)
 
@@ -164,7 +169,10 @@ class _Workplace:
         """A warm process that started with the variables of `environment` that are read at start."""
         key = tuple(sorted((name, value) for name, value in environment.items() if name.startswith(READ_AT_START)))
         engine = self.engines.pop(key, None)
-        if engine is None or not engine.usable:
+        if engine is not None and not engine.usable:
+            engine.end()
+            engine = None
+        if engine is None:
             engine = Engine(environment, sorted({self.folder, self.memory}))
         self.engines[key] = engine
         while len(self.engines) > ENGINES_KEPT:
@@ -201,27 +209,16 @@ def workplace() -> _Workplace:
     return _workplace
 
 
+def _namespace() -> int:
+    """Where this process's number counts: containers may share a temporary folder and number their processes apart."""
+    return os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
+
+
 def _remove_orphans(base: str) -> None:
     """Folders of kernels that were killed together with their warm processes."""
-    for entry in _own_folders(base):
-        pid = entry.name.split("-")[1]
-        if pid.isdigit() and not _exists(int(pid)):
-            shutil.rmtree(entry.path, ignore_errors=True)
-
-
-def _own_folders(base: str) -> Iterator[os.DirEntry[str]]:
     with os.scandir(base) as entries:
         for entry in entries:
+            match = re.match(rf"helpers-{_namespace()}-(\d+)-", entry.name)
             with contextlib.suppress(OSError):
-                if entry.name.startswith("helpers-") and entry.is_dir() and entry.stat().st_uid == os.getuid():
-                    yield entry
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+                if match and entry.stat().st_uid == os.getuid() and not psutil.pid_exists(int(match[1])):
+                    shutil.rmtree(entry.path, ignore_errors=True)

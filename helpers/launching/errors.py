@@ -26,9 +26,12 @@ class LaunchError(RuntimeError):
 
 
 class RankFailed(LaunchError):
-    """An exception left the function on one rank; `exception` is its type's name, `traceback` the rank's own."""
+    """An exception left the function on one rank; `exception` is its type's name, `traceback` that rank's own.
 
-    def __init__(self, message: str, rank: int, run: Run, exception: str, traceback: str) -> None:
+    Where the exception only says that another rank has gone, or met another collective, `rank` is that other one.
+    """
+
+    def __init__(self, message: str, rank: int | None, run: Run, exception: str, traceback: str) -> None:
         super().__init__(message, rank, run)
         self.exception = exception
         self.traceback = traceback
@@ -37,7 +40,7 @@ class RankFailed(LaunchError):
 class RankDied(LaunchError):
     """A rank's process ended without an exception: `signal` is the name of the signal that killed it, or `code` its exit code."""
 
-    def __init__(self, message: str, rank: int, run: Run, code: int | None, signal: str | None) -> None:
+    def __init__(self, message: str, rank: int | None, run: Run, code: int | None, signal: str | None) -> None:
         super().__init__(message, rank, run)
         self.code = code
         self.signal = signal

@@ -8,12 +8,12 @@ import time
 from typing import Any
 
 from helpers import machine
-from helpers.launching import panel, rank
+from helpers.launching import panel, rank, shipping
 from helpers.launching.engine import Engine, Interrupts
 from helpers.launching.results import Log, Run
 from helpers.measuring import collectives as recorder
 
-CANCEL_LIMIT = 2.0  # seconds for the warm process to end the ranks before it is ended itself
+CANCEL_LIMIT = 1.5  # seconds for the warm process to end the ranks before it is ended itself
 LARGEST_LOG = 1 << 30  # bytes one rank may print
 
 
@@ -28,7 +28,9 @@ class Job:
         self.ended: list[float | None] = [None] * count
         self.exits: dict[int, dict[str, Any]] = {}
         self.hung: dict[str, Any] | None = None
-        self.stopped = ""
+        self.printed_too_much: int | None = None
+        self.unreadable: dict[int, str] = {}  # values of ranks that did not come back
+        self._begun = False
         self.display = panel.choose([self.file("log", r) for r in range(count)], name)
 
     def file(self, kind: str, number: int) -> str:
@@ -37,7 +39,14 @@ class Job:
 
     def follow(self, engine: Engine, interrupts: Interrupts) -> None:
         """Until the warm process says that every rank has left, or an interrupt has ended them."""
-        engine.tell(self.request)
+        try:
+            engine.tell(self.request)
+            self._listen(engine, interrupts)
+        except BaseException:
+            engine.end()  # whatever went wrong here, no rank outlives it
+            raise
+
+    def _listen(self, engine: Engine, interrupts: Interrupts) -> None:
         give_up: float | None = None
         while True:
             for message in engine.listen(interrupts.wake, 0.05):
@@ -46,20 +55,23 @@ class Job:
                 if message["event"] == "done":
                     return
                 self._note(message)
+            if interrupts.asked:
+                interrupts.seen()
             if give_up is None and (interrupts.asked or self._prints_too_much()):
                 engine.tell({"do": "cancel", "run": self.request["run"]})
                 give_up = time.monotonic() + CANCEL_LIMIT
-            if interrupts.asked:
-                interrupts.seen()
             if give_up is not None and time.monotonic() > give_up:
-                engine.end()
-                return
+                if self._begun:
+                    engine.end()
+                return  # one that still imports will find the request cancelled
             self.display.update(self.states)
 
     def _note(self, message: dict[str, Any]) -> None:
         number: Any = message.get("rank")
         event = message["event"]
-        if event == "started":
+        if event == "pids":
+            self._begun = True
+        elif event == "started":
             self.states[number], self.started[number] = "running", message["time"]
         elif event == "finished":
             self.states[number], self.ended[number] = "finished", message["time"]
@@ -74,15 +86,15 @@ class Job:
         for number in range(self.request["ranks"]):
             path = self.file("log", number)
             if os.path.exists(path) and os.path.getsize(path) > LARGEST_LOG:
-                self.stopped = f"rank {number} printed more than {LARGEST_LOG >> 20} MiB; the job was stopped"
-        return bool(self.stopped)
+                self.printed_too_much = number
+        return self.printed_too_much is not None
 
     def run(self) -> Run:
         """What there is to know, also of a job that failed."""
         count = self.request["ranks"]
         recorded = [recorder.read(self.file("records", r), r) for r in range(count) if os.path.exists(self.file("records", r))]
-        spans = [None if begin is None else (begin, end) for begin, end in zip(self.started, self.ended, strict=True)]
         begun = [time for time in self.started if time is not None]
+        spans = [None if start is None else (start, end) for start, end in zip(self.started, self.ended, strict=True)]
         return Run(
             ranks=count,
             device=self.placement.device,
@@ -103,9 +115,9 @@ class Job:
     def _value(self, number: int) -> Any:
         if self.states[number] != "finished":
             return None
-        for folder in (self.request["memory"], self.request["folder"]):
-            path = os.path.join(folder, f"value{number}")
-            if os.path.exists(path):
-                with open(path, "rb") as file:
-                    return pickle.load(file)
-        return None
+        try:
+            with open(shipping.find((self.request["memory"], self.request["folder"]), f"value{number}"), "rb") as file:
+                return pickle.load(file)
+        except Exception as error:
+            self.unreadable[number] = f"{type(error).__name__}: {error}"
+            return None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 from helpers.launching import rank, waits
 from helpers.launching.errors import LaunchError, RankDied, RankFailed, RanksHung
-from helpers.launching.job import Job
+from helpers.launching.job import LARGEST_LOG, Job
 from helpers.launching.results import Run
 
 _MEANING = {
@@ -17,68 +18,97 @@ _MEANING = {
     "SIGSEGV": " (a crash in compiled code)",
     "SIGABRT": " (compiled code gave up: its last lines say why)",
 }
+_IN_TORCH = "torch/distributed/"  # how the innermost entry of a stack begins where a rank waits for others
 
 
 def judge(job: Job, run: Run) -> None:
     """Raise what the job deserves; nothing if every rank returned."""
-    if job.stopped:
-        raise LaunchError(job.stopped, None, run)
+    if job.printed_too_much is not None:
+        number = job.printed_too_much
+        raise LaunchError(f"rank {number} printed more than {LARGEST_LOG >> 20} MiB; the job was stopped", number, run)
     if job.hung is not None:
         _raise_hung(job, run, job.hung)
-    faulty = [
-        number
-        for number, exit in job.exits.items()
-        if not (exit["killed"] or job.states[number] == "finished") or os.path.exists(job.file("error", number))
-    ]
     if any(state != "finished" for state in job.states):
-        _raise_failed(job, run, faulty)
+        _raise_failed(job, run)
+    if job.unreadable:
+        number, why = min(job.unreadable.items())
+        raise LaunchError(
+            f"rank {number} returned a value that the notebook cannot rebuild ({why}). Return plain values, tensors or arrays.",
+            number,
+            run,
+        )
 
 
-def _raise_failed(job: Job, run: Run, faulty: list[int]) -> NoReturn:
+def _raise_failed(job: Job, run: Run) -> NoReturn:
     """The first cause: a lost peer is a consequence, and so is what came later."""
-    reports = {number: _report(job, number) for number in faulty}
+    reports = {
+        number: _report(job, run, number)
+        for number, exit in job.exits.items()
+        if os.path.exists(job.file("error", number))
+        or not (exit["killed"] or (job.states[number] == "finished" and not exit["code"]))
+    }
     if not reports:
         raise LaunchError("the ranks ended without saying why", None, run)
-    number = min(reports, key=lambda n: (reports[n].get("lost_peer", False), reports[n]["time"]))
-    report, others = reports[number], _others(job, run, number)
+    number = min(reports, key=lambda n: (reports[n]["lost_peer"], reports[n]["time"]))
+    report = reports[number]
+    at_fault: int | None = number
+    what = ""
+    row = waits.first_difference(run.collectives) or {}
+    mine = row.get(number)
+    if mine is not None and mine.end is None and None not in row.values():  # it ended in an operation that did not match
+        what = f"\nThe first place where their collectives differ:\n{waits.describe_difference(row)}"
+        odd = waits.odd_one_out(row)
+        at_fault = number if odd is None else odd
+    elif report["lost_peer"]:
+        gone = (waits.waited_for(run.collectives) - reports.keys()) or (set(range(run.ranks)) - reports.keys())
+        at_fault = min(gone) if len(gone) == 1 else None
+        what = (
+            f"\n{_those(gone).capitalize()} closed the connection before {job.name} had returned on every rank." if gone else ""
+        )
+    others = _others(job, run, number)
     if "traceback" in report:
-        raised = f"{report['type']}: {report['message']}"
-        message = f"rank {number} of {run.ranks} raised {raised}{others}\n\n{report['traceback'].rstrip()}"
-        raise RankFailed(message, number, run, report["type"], report["traceback"])
+        message = f"rank {number} of {run.ranks} raised {report['summary']}{what}{others}\n\n{report['traceback']}"
+        raise RankFailed(message, at_fault, run, report["type"], report["traceback"])
     code, name = report["code"], None
-    how = f"exited with code {code} before {job.name} returned"
+    how = f"exited with code {code}"
     if code < 0:
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
         how = f"was killed by {name}{_MEANING.get(name, '')}"
+    when = "after it had returned from" if job.states[number] == "finished" else "before it returned from"
     said = "\n".join(_last_lines(run.output(number)))
-    message = f"rank {number} of {run.ranks} {how}.{others}" + (f"\n\nIts last lines:\n{said}" if said else "")
-    raise RankDied(message, number, run, code if code >= 0 else None, name)
+    message = f"rank {number} of {run.ranks} {how} {when} {job.name}.{what}{others}" + (said and f"\n\nIts last lines:\n{said}")
+    raise RankDied(message, at_fault, run, code if code >= 0 else None, name)
 
 
-def _report(job: Job, number: int) -> dict[str, Any]:
+def _report(job: Job, run: Run, number: int) -> dict[str, Any]:
+    """What the rank said of its end; of one that said nothing, how it went."""
     path = job.file("error", number)
-    if not os.path.exists(path):
-        return job.exits[number]
-    with open(path) as file:
-        return json.load(file)
+    if os.path.exists(path):
+        with open(path) as file:
+            return json.load(file)
+    exit = job.exits[number]
+    aborted = exit["code"] == -signal.SIGABRT  # so ends an exception in a thread of compiled code
+    return {**exit, "lost_peer": aborted and rank.says_peer_is_gone("\n".join(_last_lines(run.output(number))))}
 
 
 def _others(job: Job, run: Run, number: int) -> str:
     """What the other ranks were doing, a line each."""
     waiting = waits.in_flight(run.collectives)
-    lines = [f"  rank {other} {_doing(job, other, waiting)}" for other in range(run.ranks) if other != number]
+    lines = [f"  rank {other} {_doing(job, run, other, waiting)}" for other in range(run.ranks) if other != number]
     return "\nMeanwhile:\n" + "\n".join(lines) if lines else ""
 
 
-def _doing(job: Job, number: int, waiting: dict[int, Any]) -> str:
+def _doing(job: Job, run: Run, number: int, waiting: dict[int, Any]) -> str:
     if job.states[number] == "finished":
         return f"had finished {job.name}"
     if number in waiting:
         return f"was in {waits.describe(waiting[number])}"
+    if os.path.exists(job.file("error", number)):
+        return f"raised {_report(job, run, number)['type']} as well"
     if job.started[number] is None:
         return f"had not begun {job.name}"
     stack = _stack(job, number)
-    return f"was at {stack[-1]}" if stack else f"was in {job.name}"
+    return f"was at {' → '.join(stack[-2:])}" if stack else f"was in {job.name}"
 
 
 def _stack(job: Job, number: int) -> list[str]:
@@ -90,33 +120,37 @@ def _stack(job: Job, number: int) -> list[str]:
 
 
 def _raise_hung(job: Job, run: Run, hung: dict[str, Any]) -> NoReturn:
-    waiting = waits.in_flight(run.collectives)
+    stuck = set(hung["ranks"])
     stacks = {number: _stack(job, number) for number in hung["ranks"]}
+    waiting = {number: issued for number, issued in waits.in_flight(run.collectives).items() if number in stuck}
+    blocked = waiting.keys() | {number for number, stack in stacks.items() if stack and stack[-1].startswith(_IN_TORCH)}
     row = waits.first_difference(run.collectives)
-    missing = waits.waited_for(run.collectives) or {n for n in hung["ranks"] if n not in waiting}
-    guilty = min(missing) if len(missing) == 1 else None
-    at_fault = waits.odd_one_out(row) if row and not missing else guilty
     if hung["while_in"] == "join":
-        late = [n for n in range(run.ranks) if job.started[n] is None]
-        message = f"ranks {late} did not join the process group"
+        missing = {number for number in range(run.ranks) if job.started[number] is None}
+        message = f"{_those(missing)} did not join the process group"
     else:
-        message = f"{job.name} did not return on ranks {hung['ranks']} within {job.request['timeout']:g} s"
-    if guilty is not None and run.ranks > 1:
-        message += f": the others wait for rank {guilty}"
-        if job.states[guilty] == "finished":
-            message += f", which has left {job.name} already"
+        missing = (waits.waited_for(run.collectives) - blocked) or (stuck - blocked)
+        if not (missing or run.collectives):  # nothing was recorded: those who have left are missing
+            missing = set(range(run.ranks)) - stuck
+        message = f"{job.name} did not return on {_those(stuck)} within {job.request['timeout']:g} s"
+        if missing and blocked:
+            left = ", which returned already" if not missing & stuck else ""
+            message += f": {_those(blocked)} wait{'s' * (len(blocked) == 1)} for {_those(missing)}{left}"
     lines = []
     for number in range(run.ranks):
-        if number in waiting and number in hung["ranks"]:
-            lines.append(f"  rank {number} waits in {waits.describe(waiting[number])}")
-        else:
-            lines.append(f"  rank {number} {_doing(job, number, waiting)}")
-        lines += [f"      {entry}" for entry in stacks.get(number, [])]
+        doing = f"waits in {waits.describe(waiting[number])}" if number in waiting else _doing(job, run, number, waiting)
+        lines += [f"  rank {number} {doing}", *(f"      {entry}" for entry in stacks.get(number, []))]
     message += ".\n" + "\n".join(lines)
     difference = waits.describe_difference(row) if row else None
     if difference:
         message += f"\nThe first place where their collectives differ:\n{difference}"
-    raise RanksHung(message, at_fault, run, {n: c for n, c in waiting.items() if n in hung["ranks"]}, stacks, difference)
+    alone = min(missing) if len(missing) == 1 else None
+    at_fault = waits.odd_one_out(row) if row and not missing else alone
+    raise RanksHung(message, at_fault, run, waiting, stacks, difference)
+
+
+def _those(ranks: Collection[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _last_lines(text: str) -> list[str]:

@@ -8,9 +8,11 @@ import sys
 import time
 from typing import Any
 
-from helpers.launching.results import Run, visible
+from helpers.launching.results import Run, current_cell, visible
 
 LINES_SHOWN = 1000  # per rank; the log keeps all of them
+LONGEST_LINE = 2000  # characters shown of one
+CHUNK = 1 << 20  # bytes read at a time
 TAIL = 4096  # bytes of a log that the panel reads to find the last line
 PANEL_INTERVAL = 0.2  # seconds between two pictures
 
@@ -31,8 +33,11 @@ class Lines:
         while self._turn < len(self._logs):
             over = states[self._turn] not in ("joining", "running")  # asked before reading: what follows is all there is
             while data := self._read():
-                *lines, self._rest = (self._rest + data).split(b"\n")
+                *lines, rest = (self._rest + data).split(b"\n")
+                self._rest = rest[-CHUNK:]  # of an endless line, what a terminal would show last
                 self._print(lines)
+                if not over:
+                    return  # one that prints faster than we do shall not keep us from listening
             if not over:
                 return
             self._print([self._rest] if self._rest else [])
@@ -40,11 +45,18 @@ class Lines:
                 print(f"[{self._turn}] … {self._skipped:,} more lines: run.output({self._turn})")
             self._turn, self._offset, self._printed, self._skipped, self._rest = self._turn + 1, 0, 0, 0, b""
 
+    def finish(self) -> None:
+        """Print what is left, of every rank."""
+        self.update(["ended"] * len(self._logs))
+
+    def close(self, run: Run) -> None:
+        self.finish()
+
     def _read(self) -> bytes:
         try:
             with open(self._logs[self._turn], "rb") as file:
                 file.seek(self._offset)
-                data = file.read(1 << 20)
+                data = file.read(CHUNK)
         except FileNotFoundError:
             return b""
         self._offset += len(data)
@@ -54,9 +66,14 @@ class Lines:
         room = max(0, LINES_SHOWN - self._printed)
         shown, self._printed, self._skipped = lines[:room], self._printed + len(lines), self._skipped + len(lines[room:])
         if shown:
-            text = "".join(f"[{self._turn}] {visible(line.decode(errors='replace'))}\n" for line in shown)
-            sys.stdout.write(text)
+            sys.stdout.write("".join(f"[{self._turn}] {self._short(line)}\n" for line in shown))
             sys.stdout.flush()
+
+    def _short(self, line: bytes) -> str:
+        text = visible(line.decode(errors="replace"))
+        if len(text) <= LONGEST_LINE:
+            return text
+        return f"{text[:LONGEST_LINE]} … all of this line: run.output({self._turn})"
 
 
 class Panel:
@@ -74,10 +91,10 @@ class Panel:
             self._handle.update(self._html(self._picture(states)))
             self._next = time.monotonic() + PANEL_INTERVAL
 
-    def close(self, states: list[str], run: Run) -> None:
+    def close(self, run: Run) -> None:
         self._handle.update(self._html(run._repr_html_()))
         run.shown_in = current_cell()
-        Lines(self._logs).update(states)
+        Lines(self._logs).finish()
 
     def _picture(self, states: list[str]) -> str:
         cell = "<td style='text-align:left; font-family:monospace; white-space:pre'>"
@@ -89,36 +106,15 @@ class Panel:
         return f"<div class='helpers-panel'>{head}<table>{''.join(rows)}</table></div>"
 
 
-class Plain:
-    """Lines only: in a terminal, under nbclient and nbval."""
-
-    def __init__(self, logs: list[str]) -> None:
-        self._lines = Lines(logs)
-
-    def update(self, states: list[str]) -> None:
-        self._lines.update(states)
-
-    def close(self, states: list[str], run: Run) -> None:
-        self._lines.update(states)
-
-
-def choose(logs: list[str], name: str) -> Panel | Plain:
-    """The panel where a person looks on: a notebook kernel started by a notebook server or an editor."""
-    return Panel(logs, name) if current_cell() and _looked_at() else Plain(logs)
+def choose(logs: list[str], name: str) -> Panel | Lines:
+    """The panel where a person looks on: a notebook kernel started by a notebook server or an editor; elsewhere lines only."""
+    return Panel(logs, name) if current_cell() and _looked_at() else Lines(logs)
 
 
 def _looked_at() -> bool:
     if "PYTEST_CURRENT_TEST" in os.environ:
         return False
     return any(name in os.environ for name in ("JPY_SESSION_NAME", "VSCODE_PID", "COLAB_RELEASE_TAG"))
-
-
-def current_cell() -> str | None:
-    """The message that asked for the cell being executed; None outside a notebook kernel."""
-    ipython = sys.modules.get("IPython")
-    kernel = getattr(ipython.get_ipython(), "kernel", None) if ipython else None
-    parent = kernel.get_parent() if kernel is not None else {}
-    return parent.get("header", {}).get("msg_id")
 
 
 def _last_line(log: str) -> str:

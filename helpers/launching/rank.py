@@ -9,20 +9,35 @@ import faulthandler
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NoReturn
 
 from helpers import machine
 from helpers.launching import shipping, wire
+from helpers.measuring.sources import is_learner_file
 
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Read error", "Broken pipe", "Connection refused")
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Read error",
+    "Broken pipe",
+    "Socket closed",
+    "remote process exited",
+)
+_INSTRUMENTS = tuple(os.path.join(os.path.dirname(machine.__file__), folder, "") for folder in ("launching", "measuring"))
 _PR_SET_PDEATHSIG = 1
+
+
+def says_peer_is_gone(text: str) -> bool:
+    """Whether an error's text is what gloo or NCCL say on the survivors of another rank's end."""
+    return any(sign in text for sign in LOST_PEER) and any(library in text for library in ("gloo", "NCCL", "nccl"))
 
 
 def file_of(request: dict[str, Any], kind: str, rank: int) -> str:
@@ -31,7 +46,7 @@ def file_of(request: dict[str, Any], kind: str, rank: int) -> str:
 
 
 def become_rank(request: dict[str, Any], rank: int, parent: int) -> None:
-    """Die with the parent; own process group; no terminal; output to the rank's log.
+    """Die with the parent; own process group; no terminal, no core file; output to the rank's log.
 
     Raises SystemExit where the parent is gone already.
     """
@@ -48,13 +63,15 @@ def become_rank(request: dict[str, Any], rank: int, parent: int) -> None:
     os.dup2(log, 2)
     os.close(nothing)
     os.close(log)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main(request: dict[str, Any], rank: int, events: int, wait_for_release: Callable[[], object]) -> int:
     """Join the group, run the function, leave value or error in files; 0 if it returned. `events` is a pipe's descriptor."""
-    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115  (lives as long as the process)
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
+        setattr(sys, name, stream)
     faulthandler.enable(file=2, all_threads=False)
     stack = os.open(file_of(request, "stack", rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -73,6 +90,9 @@ def main(request: dict[str, Any], rank: int, events: int, wait_for_release: Call
         wait_for_release()  # when every rank has finished: until then this rank's group stays alive
         _leave_group()
         code = 0
+    except SystemExit as leaving:
+        print(_traceback(leaving), file=sys.stderr)
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException as error:
         _leave_error(request, rank, error)
         code = 1
@@ -148,7 +168,7 @@ def _prepare(request: dict[str, Any], rank: int) -> tuple[Callable[..., Any], tu
         from helpers.measuring import collectives
 
         collectives.start(file_of(request, "records", rank), rank)
-    with open(os.path.join(request["memory"], "call"), "rb") as file:
+    with open(shipping.find((request["memory"], request["folder"]), "call"), "rb") as file:
         return shipping.loads(file.read())
 
 
@@ -159,26 +179,21 @@ def _synchronise_gpu() -> None:
 
 
 def _leave_value(request: dict[str, Any], rank: int, value: Any) -> None:
-    """Write the value where there is room: memory first, else disk."""
-    import cloudpickle
-
-    failure: BaseException | None = None
-    for folder in (request["memory"], request["folder"]):
-        path = os.path.join(folder, f"value{rank}")
+    def dump(file: Any) -> None:
         try:
-            with open(path, "wb") as file:
-                cloudpickle.dump(value, file)
-            return
-        except OSError as error:
-            failure = error
-            if os.path.exists(path):
-                os.unlink(path)
+            shipping.dump_value(value, file)
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in shipping.FULL:
+                raise
+            whole = f"the {type(value).__name__} that rank {rank} returned"
+            where, part = next(shipping.inside(whole, value), (whole, value))
+            kind = "" if part is value else f" (a {type(part).__name__})"
             raise TypeError(
-                f"rank {rank} returned a {type(value).__name__} that cannot be shipped to the notebook ({error}). "
-                f"Return plain values, tensors or arrays, and leave models, groups, files and generators in the rank."
+                f"{where}{kind} cannot be shipped to the notebook: {error}. Return plain values, tensors or arrays, "
+                f"and leave models, groups, files and generators in the rank."
             ) from None
-    raise OSError(f"no room for the value that rank {rank} returned: {failure}")
+
+    shipping.write_where_room((request["memory"], request["folder"]), f"value{rank}", dump)
 
 
 def _leave_group() -> None:
@@ -191,22 +206,40 @@ def _leave_group() -> None:
 
 
 def _leave_error(request: dict[str, Any], rank: int, error: BaseException) -> None:
-    """The traceback without our own frames above the job's, atomically."""
-    inside: TracebackType | None = error.__traceback__
-    while inside is not None and inside.tb_frame.f_code.co_filename == __file__ and inside.tb_next is not None:
-        inside = inside.tb_next
-    text = "".join(traceback.format_exception(type(error), error, inside))
-    lost = isinstance(error, (RuntimeError, OSError)) and any(sign in str(error) for sign in LOST_PEER)
+    """What the kernel is to know of the exception, atomically."""
     kind = type(error)
-    name = kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    report = {"type": name, "message": str(error), "traceback": text, "time": time.perf_counter(), "lost_peer": lost}
+    report = {
+        "type": kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}",
+        "summary": "".join(traceback.format_exception_only(error)).rstrip(),
+        "traceback": _traceback(error),
+        "time": time.perf_counter(),
+        "lost_peer": _lost_peer(error),
+    }
     path = file_of(request, "error", rank)
     with open(path + ".part", "w") as file:
         json.dump(report, file)
     os.rename(path + ".part", path)
 
 
+def _traceback(error: BaseException) -> str:
+    """As Python prints it, from the learner's first line on where there is one, and without the frames of our instruments."""
+    told = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in told.stack if not frame.filename.startswith(_INSTRUMENTS)]
+    first = next((index for index, frame in enumerate(frames) if is_learner_file(frame.filename)), 0)
+    told.stack[:] = frames[first:]
+    return "".join(told.format()).rstrip()
+
+
+def _lost_peer(error: BaseException | None) -> bool:
+    """Whether the exception, or one that it came from, says that another rank has gone."""
+    if error is None:
+        return False
+    told = isinstance(error, RuntimeError) and says_peer_is_gone(str(error))
+    return told or _lost_peer(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
+
+
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    ctypes.CDLL(None).fflush(None)  # what compiled code printed

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import os
 import reprlib
+import sys
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,20 +24,38 @@ class Log:
     SMALL = 1 << 20  # bytes
 
     def __init__(self, path: str = "") -> None:
-        self._path = path
-        self._text: str | None = None
-        if not path or not os.path.exists(path):
-            self._text = ""
-        elif os.path.getsize(path) <= self.SMALL:
-            self._text = Path(path).read_text(errors="replace")
-            os.unlink(path)
-        else:
-            weakref.finalize(self, Path(path).unlink, missing_ok=True)
+        self.path: str | None = None  # of the file, where that is kept
+        self._text = ""
+        if path and os.path.exists(path) and os.path.getsize(path) > self.SMALL:
+            self.path = path
+            weakref.finalize(self, _discard, path)
+        elif path and os.path.exists(path):
+            self._text = _read(path)
 
     def text(self) -> str:
         """All of it; what a carriage return wrote over is gone, as on a terminal."""
-        text = self._text if self._text is not None else Path(self._path).read_text(errors="replace")
+        text = _read(self.path) if self.path else self._text
         return "\n".join(visible(line) for line in text.split("\n")) if "\r" in text else text
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:  # carriage returns as they are
+        return file.read()
+
+
+def _discard(path: str) -> None:
+    """Remove a log, and with the last one of a job its folder."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+        os.rmdir(os.path.dirname(path))
+
+
+def current_cell() -> str | None:
+    """The message that asked for the cell being executed; None outside a notebook kernel."""
+    ipython = sys.modules.get("IPython")
+    kernel = getattr(ipython.get_ipython(), "kernel", None) if ipython else None
+    parent = kernel.get_parent() if kernel is not None else {}
+    return parent.get("header", {}).get("msg_id")
 
 
 def visible(line: str) -> str:
@@ -65,7 +85,7 @@ class Run:
     name: str = ""  # of the function
     problem: str | None = None  # why nothing was recorded, where that was asked for and failed
     logs: list[Log] = field(default_factory=list, repr=False)
-    shown_in: Any = field(default=None, repr=False)  # the execution of the cell whose live panel became this run's picture
+    shown_in: str | None = field(default=None, repr=False)  # the execution of the cell whose live panel became its picture
 
     def output(self, rank: int) -> str:
         """Everything this rank printed, standard output and standard error as they came."""
@@ -103,6 +123,11 @@ class Run:
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip() for row in rows]
         return "\n".join([self._summary(), *lines])
+
+    def _ipython_display_(self) -> None:
+        """Nothing more in the cell whose panel shows this run already; elsewhere IPython goes on to the representations below."""
+        if self.shown_in is None or self.shown_in != current_cell():
+            raise NotImplementedError
 
     def _repr_html_(self) -> str:
         cell = "<td style='text-align:left'>"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from helpers import machine
@@ -16,7 +15,7 @@ from helpers.launching import shipping
 from helpers.launching.engine import Interrupts, workplace
 from helpers.launching.job import Job
 from helpers.launching.judgement import judge
-from helpers.launching.results import Log, Run
+from helpers.launching.results import Run
 
 MOST_RANKS = 256
 GLOO_SLACK = 300.0  # seconds by which gloo's own timeout lies behind ours: ours says which rank and which line
@@ -59,9 +58,12 @@ def launch(
         raise ValueError(f"ranks is {ranks}; at most {MOST_RANKS} can be started on one machine")
     call = shipping.dumps(fn, args, kwargs)
     asked = time.perf_counter()
+    seconds = NO_LIMIT if timeout is None else min(float(timeout), NO_LIMIT)
     with workplace().lock, Interrupts() as interrupts:
-        environment = {**os.environ, **{name: str(value) for name, value in (env or {}).items()}}
+        environment = {**os.environ, **(env or {})}
+        environment.pop("PYTEST_CURRENT_TEST", None)  # libraries that see it take the rank for a test
         number, folder, memory = workplace().new_job()
+        kept: Set[str] = frozenset()
         try:
             request = {
                 "do": "run",
@@ -69,25 +71,25 @@ def launch(
                 "folder": folder,
                 "memory": memory,
                 "ranks": ranks,
-                "timeout": NO_LIMIT if timeout is None else float(timeout),
-                "group_timeout": (NO_LIMIT if timeout is None else float(timeout)) + GLOO_SLACK,
+                "timeout": seconds,
+                "group_timeout": seconds + GLOO_SLACK,
                 "device": placement.device,
                 "record": record,
                 "environment": environment,
                 "directory": os.getcwd(),
                 "path": sys.path,
             }
-            with open(os.path.join(memory, "call"), "wb") as file:
-                file.write(call)
-            job = Job(request, _name(fn), placement, asked)
+            shipping.write_where_room((memory, folder), "call", lambda file: file.write(call))
+            job = Job(request, shipping.name_of(fn), placement, asked)
             job.follow(workplace().engine(environment), interrupts)
             run = job.run()
-            job.display.close(job.states, run)
+            kept = {log.path for log in run.logs if log.path}
+            job.display.close(run)
             if not interrupts.asked:
                 judge(job, run)
         finally:
-            shutil.rmtree(memory, ignore_errors=True)
-            _remove_all_but_large_logs(folder)
+            for place in {folder, memory}:
+                _clear(place, kept)
     if interrupts.asked:
         raise KeyboardInterrupt("the job was stopped; no rank is left")
     return run
@@ -106,32 +108,27 @@ def _validate(
         raise ValueError("timeout is infinite; timeout=None means no limit")
     if nodes is not None:
         raise ValueError("nodes: jobs over several hosts are not part of this version; leave it out to run on this machine")
-    if env is not None and not isinstance(env, dict):
-        raise TypeError(f"env is {env!r}; it must be a dictionary of environment variables")
+    if env is not None and not (isinstance(env, dict) and all(isinstance(text, str) for item in env.items() for text in item)):
+        raise TypeError(f'env is {env!r}; it must be a dictionary of texts, such as {{"OMP_NUM_THREADS": "1"}}')
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return  # some built-in functions have none
     own = {name for name, p in inspect.signature(launch).parameters.items() if p.kind is p.KEYWORD_ONLY}
     clash = [name for name, p in signature.parameters.items() if name in own and p.kind is not p.POSITIONAL_ONLY]
+    name = shipping.name_of(fn)
     if clash:
-        raise TypeError(
-            f"{_name(fn)} has a parameter {clash[0]!r}, and so has launch: the two could not be told apart. Rename it."
-        )
+        raise TypeError(f"{name} has a parameter {clash[0]!r}, and so has launch: the two could not be told apart. Rename it.")
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{_name(fn)}{signature} does not take these arguments: {error}") from None
+        raise TypeError(f"{name}{signature} does not take these arguments: {error}") from None
 
 
-def _name(fn: Any) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _remove_all_but_large_logs(folder: str) -> None:
-    for entry in os.listdir(folder):
-        path = os.path.join(folder, entry)
-        if not (entry.startswith("log") and os.path.getsize(path) > Log.SMALL):
-            os.unlink(path)
-    if not os.listdir(folder):
+def _clear(folder: str, kept: Set[str]) -> None:
+    """Remove a job's folder; the large logs, which `Run.output` reads when asked, stay in it."""
+    for entry in os.scandir(folder):
+        if entry.path not in kept:
+            os.unlink(entry.path)
+    if not kept or not os.listdir(folder):
         os.rmdir(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,78 +12,98 @@ from helpers.measuring import sources
 from helpers.measuring.records import Collective
 
 PAIRWISE = ("send", "recv")
+UNEVEN = ("gather", "scatter", "all_to_all")  # payloads that may differ from rank to rank
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
+Row = dict[int, Collective | None]  # what each member issued at one place of a sequence; None: nothing any more
+
+
+class _Meetings:
+    """Which operations of the ranks belong together: the n-th of each member of a group, the n-th send and its receive."""
+
+    def __init__(self, collectives: Iterable[Collective]) -> None:
+        self.issued: dict[tuple[int, tuple[Any, ...]], list[Collective]] = defaultdict(list)
+        self.by_rank: dict[int, list[Collective]] = defaultdict(list)
+        self._place: dict[tuple[int, int], int] = {}
+        for collective in sorted(collectives, key=lambda c: c.sequence):
+            same = self.issued[collective.rank, _channel(collective)]
+            self._place[collective.rank, collective.sequence] = len(same)
+            same.append(collective)
+            self.by_rank[collective.rank].append(collective)
+
+    def row(self, collective: Collective) -> Row:
+        """What every member issued where this rank issued `collective`."""
+        place, channel = self._place[collective.rank, collective.sequence], _channel(collective)
+        sequences = {rank: self.issued.get((rank, channel), []) for rank in channel[1:]}
+        return {rank: sequence[place] if place < len(sequence) else None for rank, sequence in sequences.items()}
+
+    def missing(self, collective: Collective) -> set[int]:
+        """The ranks that have not come to it."""
+        if collective.op == "recv" and collective.peer is None:  # it takes from whoever sends
+            return set(collective.group) - {collective.rank}
+        return {rank for rank, issued in self.row(collective).items() if issued is None}
+
+
+def _channel(collective: Collective) -> tuple[Any, ...]:
+    """What an operation shares with those it meets: kind, then the ranks."""
+    if collective.op == "send":
+        return ("pair", collective.rank, collective.peer)
+    if collective.op == "recv":
+        return ("pair", collective.peer, collective.rank)
+    return ("group", *collective.group)
+
 
 def in_flight(collectives: Iterable[Collective]) -> dict[int, Collective]:
-    """rank -> the first operation it began and has not finished."""
+    """rank -> the operation it waits in.
+
+    That is the one it is known to block on. Else, because the end of an operation is not always known, the first without an end
+    to which another member has not come, or has come with something else.
+    """
+    meetings = _Meetings(collectives)
     waiting: dict[int, Collective] = {}
-    for collective in sorted(collectives, key=lambda c: c.sequence):
-        if collective.end is None:
-            waiting.setdefault(collective.rank, collective)
+    for rank, own in meetings.by_rank.items():
+        unfinished = [c for c in own if c.end is None]
+        blocked = [c for c in unfinished if c.waited_from is not None]
+        unmet = (c for c in unfinished if meetings.missing(c) or _differ(meetings.row(c)))
+        found = blocked[-1] if blocked else next(unmet, None)
+        if found is not None:
+            waiting[rank] = found
     return waiting
 
 
 def waited_for(collectives: Sequence[Collective]) -> set[int]:
     """Ranks that others wait for while they themselves wait for nobody; empty where all wait for each other."""
-    waiting = in_flight(collectives)
-    missing: set[int] = set()
-    for collective in waiting.values():
-        missing |= _missing_from(collective, collectives)
-    return {rank for rank in missing if rank not in waiting}
+    waiting, meetings = in_flight(collectives), _Meetings(collectives)
+    return set().union(*(meetings.missing(collective) for collective in waiting.values())) - waiting.keys()
 
 
-def _missing_from(collective: Collective, collectives: Sequence[Collective]) -> set[int]:
-    """The members of the operation's group that have not come to it."""
-    if collective.op in PAIRWISE:
-        if collective.peer is None:
-            return set(collective.group) - {collective.rank}
-        counterpart = "send" if collective.op == "recv" else "recv"
-        mine = sum(
-            c.rank == collective.rank
-            and c.op == collective.op
-            and c.peer == collective.peer
-            and c.sequence <= collective.sequence
-            for c in collectives
-        )
-        theirs = sum(c.rank == collective.peer and c.op == counterpart and c.peer == collective.rank for c in collectives)
-        return {collective.peer} if theirs < mine else set()
-    sequences = _by_rank(collectives, collective.group)
-    position = sequences[collective.rank].index(collective)
-    return {rank for rank, sequence in sequences.items() if len(sequence) <= position}
+def first_difference(collectives: Sequence[Collective]) -> Row | None:
+    """The first place at which a group's members do not all issue the same; None where the sequences agree.
 
-
-def _by_rank(collectives: Sequence[Collective], group: tuple[int, ...]) -> dict[int, list[Collective]]:
-    """What each member issued on this group, in order, without sends and receives."""
-    sequences: dict[int, list[Collective]] = {rank: [] for rank in group}
-    for collective in sorted(collectives, key=lambda c: c.sequence):
-        if collective.group == group and collective.op not in PAIRWISE and collective.rank in sequences:
-            sequences[collective.rank].append(collective)
-    return sequences
-
-
-def first_difference(collectives: Sequence[Collective]) -> dict[int, Collective | None] | None:
-    """rank -> what it issued at the first place where a group's members do not all issue the same (None: nothing any more).
-
-    The same means operation, dtype and payload size. None where the sequences agree.
+    The same means operation, dtype and, where it must be equal on all ranks, payload size.
     """
-    differences = []
-    for group in {c.group for c in collectives if c.op not in PAIRWISE}:
-        sequences = _by_rank(collectives, group)
-        for position in range(max(map(len, sequences.values()))):
-            row = {rank: sequence[position] if position < len(sequence) else None for rank, sequence in sequences.items()}
-            if len({_kind(issued) for issued in row.values()}) > 1:
-                differences.append(row)
-                break
-    return min(differences, key=lambda row: min(c.start for c in row.values() if c is not None), default=None)
+    meetings = _Meetings(collectives)
+    differing: dict[tuple[Any, ...], Row] = {}
+    for collective in sorted(collectives, key=lambda c: c.sequence):
+        channel = _channel(collective)
+        if channel[0] == "group" and channel not in differing and _differ(row := meetings.row(collective)):
+            differing[channel] = row
+    return min(differing.values(), key=lambda row: min(c.start for c in row.values() if c is not None), default=None)
+
+
+def _differ(row: Row) -> bool:
+    return len({_kind(issued) for issued in row.values()}) > 1
 
 
 def _kind(collective: Collective | None) -> Any:
-    return collective and (collective.op, collective.dtype, collective.bytes)
+    if collective is None:
+        return None
+    size = None if collective.op in UNEVEN else collective.bytes
+    return (None if collective.op in PAIRWISE else collective.op, collective.dtype, size)
 
 
-def odd_one_out(row: dict[int, Collective | None]) -> int | None:
+def odd_one_out(row: Row) -> int | None:
     """The one rank that differs where all the others (at least two) agree; None where no one can be singled out."""
     kinds = [_kind(issued) for issued in row.values()]
     alone = [rank for rank, issued in row.items() if kinds.count(_kind(issued)) == 1]
@@ -96,11 +117,12 @@ def describe(collective: Collective | None) -> str:
     what = f"{collective.dtype}, {collective.bytes:,} B" if collective.dtype else "no payload"
     whom = f"over ranks {', '.join(map(str, collective.group))}"
     if collective.op in PAIRWISE:
-        whom = f"{'to' if collective.op == 'send' else 'from'} rank {'any' if collective.peer is None else collective.peer}"
+        peer = "any rank" if collective.peer is None else f"rank {collective.peer}"
+        whom = f"{'to' if collective.op == 'send' else 'from'} {peer}"
     return f"{collective.op} ({what}) {whom}" + (f" at {collective.source}" if collective.source else "")
 
 
-def describe_difference(row: dict[int, Collective | None]) -> str:
+def describe_difference(row: Row) -> str:
     """The row of `first_difference`, one rank a line."""
     return "\n".join(f"  rank {rank} issued {describe(issued)}" for rank, issued in row.items())
 
@@ -108,19 +130,16 @@ def describe_difference(row: dict[int, Collective | None]) -> str:
 def read_stack(text: str, boundary: str) -> list[str]:
     """The learner's part of the stack that faulthandler wrote, outermost first: "cell 3, line 4: dist.all_reduce(x)".
 
-    `boundary` is the file whose frames lie outside the job. Frames of libraries follow the last line of the learner's own as
-    one entry: "torch/distributed/distributed_c10d.py, line 3027 in all_reduce".
+    `boundary` is the file whose frames lie outside the job; faulthandler leaves out what lies deeper than 100 frames. Frames of
+    libraries follow the last line of the learner's own as one entry: "torch/distributed/distributed_c10d.py, line 3027 in …".
     """
-    for block in re.split(r"^(?:Thread|Current thread) .*$", text, flags=re.MULTILINE):
-        frames = [match.group("file", "line", "function") for match in map(_FRAME.match, block.splitlines()) if match]
-        inner = next((i for i, frame in enumerate(frames) if frame[0] == boundary), None)
-        if inner is None:
-            continue
-        own = [sources.describe_line(name, int(line)) for name, line, _ in frames[:inner] if sources.is_learner_file(name)]
-        lines = own[::-1]
-        library = [frame for frame in frames[:inner] if not frame[0].startswith(_OURS)]
-        if library and not sources.is_learner_file(library[0][0]):
-            name, line, function = library[0]
-            lines.append(f"{name.split('site-packages/')[-1]}, line {line} in {function}")
-        return lines
-    return []
+    threads = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
+    inside = next((t for t in threads if boundary in t), next((t for t in threads if t.startswith("Current")), ""))
+    frames = [match.group("file", "line", "function") for match in map(_FRAME.match, inside.splitlines()) if match]
+    end = next((i for i, frame in enumerate(frames) if frame[0] == boundary), len(frames))
+    lines = [sources.describe_line(name, int(line)) for name, line, _ in frames[:end] if sources.is_learner_file(name)][::-1]
+    library = [frame for frame in frames[:end] if not frame[0].startswith(_OURS)]
+    if library and not sources.is_learner_file(library[0][0]):
+        name, line, function = library[0]
+        lines.append(f"{re.split(r'site-packages/|lib/python3[.][0-9]+/', name)[-1]}, line {line} in {function}")
+    return lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import json
 import os
@@ -13,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from helpers.launching import wire
 GRACE = 0.3  # seconds that the other ranks have to report after the first one failed
 JOIN_LIMIT = 120.0  # seconds until every rank has started the function
 LEAVE_LIMIT = 5.0  # seconds to leave the group once all have finished
-STACK_LIMIT = 0.5  # seconds to write a stack
+STACK_LIMIT = {"grace": 0.4, "run": 3.0, "join": 3.0}  # seconds to write a stack: a failure is reported within a second
 
 
 @dataclass
@@ -38,21 +39,23 @@ class _Rank:
     exit: int | None = None  # exit code, or minus the signal
 
 
-def leave(folders: list[str]) -> NoReturn:
-    """The kernel died: nobody else is left to remove what its jobs kept on disk and in memory."""
+def leave(folders: Iterable[str]) -> NoReturn:
+    """End every rank and this process; remove what a dead kernel kept on disk and in memory: nobody else is left to do it."""
+    end_descendants()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
-def _keep_only(first: int, second: int) -> tuple[int, int]:
-    """Close every descriptor but the standard three and these two; returns their new numbers."""
-    low = fcntl.fcntl(first, fcntl.F_DUPFD, 64)
-    high = fcntl.fcntl(second, fcntl.F_DUPFD, low)
-    os.closerange(3, low)
-    os.closerange(low + 1, high)
-    os.closerange(high + 1, os.sysconf("SC_OPEN_MAX"))
-    return low, high
+def end_descendants() -> None:
+    """Kill every process below this one. On Linux orphans of ranks are its children, whatever session they moved to."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            if not os.waitpid(-1, os.WNOHANG)[0]:  # there are children, and all of them live
+                for child in psutil.Process().children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+                os.waitpid(-1, 0)
 
 
 class Job:
@@ -63,22 +66,21 @@ class Job:
         request: dict[str, Any],
         kernel: int,
         requests: wire.Reader,
+        inbox: deque[dict[str, Any]],
         woken: int,
-        lifeline: int | None,
         method: str,
         folders: list[str],
     ) -> None:
         self.request = request
         self.kernel = kernel
         self.requests = requests
+        self.inbox = inbox
         self.woken = woken
-        self.lifeline = lifeline
         self.folders = folders
         self.imported: set[str] = set()
         self.selector = selectors.DefaultSelector()
-        for descriptor in (0, woken, lifeline):
-            if descriptor is not None:
-                self.selector.register(descriptor, selectors.EVENT_READ)
+        self.selector.register(0, selectors.EVENT_READ)
+        self.selector.register(woken, selectors.EVENT_READ)
         one_thread = sys.platform != "linux" or len(os.listdir("/proc/self/task")) == 1
         start = self._fork if method == "fork" and one_thread else self._spawn
         gc.collect()
@@ -90,7 +92,7 @@ class Job:
         try:
             wire.send(self.kernel, {"run": self.request["run"], "event": event, **more})
         except BrokenPipeError:
-            self._abandon()
+            leave(self.folders)
 
     def follow(self) -> None:
         """Until every rank has left."""
@@ -99,8 +101,6 @@ class Job:
             for key, _ in self.selector.select(min(max(0.0, self.limit - time.monotonic()), 3600)):
                 if key.fd == 0:
                     self._listen_to_kernel()
-                elif key.fd == self.lifeline:
-                    self._abandon()
                 elif key.fd == self.woken:
                     os.read(self.woken, 4096)
                 else:
@@ -108,7 +108,8 @@ class Job:
             self._reap()
             if self.alive() and time.monotonic() >= self.limit:
                 self._time_is_up()
-        self._end_descendants()
+        self._kill(self.ranks)
+        end_descendants()
         for rank in self.ranks:
             os.close(rank.control)
         self.selector.close()
@@ -125,9 +126,10 @@ class Job:
             code = 1
             try:
                 signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for changed in (signal.SIGCHLD, signal.SIGHUP):
+                    signal.signal(changed, signal.SIG_DFL)
                 rank_side.become_rank(self.request, number, parent)
-                events_end, control_end = _keep_only(events_end, control_end)
+                _keep_only(events_end, control_end)
                 code = rank_side.main(self.request, number, events_end, lambda: os.read(control_end, 1))
             finally:
                 os._exit(code)
@@ -152,24 +154,31 @@ class Job:
             os.setpgid(pid, pid)
         os.close(events_end)
         os.close(control_end)
+        os.set_blocking(events, False)  # a process that the rank forked may hold the other end open for ever
         rank = _Rank(number, pid, control, wire.Reader(events))
         self.selector.register(events, selectors.EVENT_READ, rank)
         return rank
 
     def _listen_to_kernel(self) -> None:
-        messages = self.requests.read()
+        """Cancel or quit at once; the next job, asked for by a kernel that did not wait for the end of this one, later."""
+        for message in self.requests.read():
+            if message == {"do": "cancel", "run": self.request["run"]}:
+                self._cancel()
+            elif message["do"] == "quit":
+                leave([])
+            else:
+                self.inbox.append(message)
         if self.requests.closed:
-            self._abandon()
-        if any(message["do"] == "cancel" and message["run"] == self.request["run"] for message in messages):
-            self._kill()
+            leave(self.folders)
 
-    def _listen_to_rank(self, rank: _Rank) -> None:
+    def _listen_to_rank(self, rank: _Rank, last: bool = False) -> None:
         for message in rank.events.read():
             self.imported.update(message.pop("imported", ()))
             rank.started |= message["event"] == "started"
             rank.finished |= message["event"] == "finished"
             self.tell(**message)
-        if rank.events.closed:
+        if rank.events.closed or last:
+            rank.events.closed = True
             self.selector.unregister(rank.events.descriptor)
             os.close(rank.events.descriptor)
         if self.reason == "join" and all(other.started for other in self.ranks):
@@ -186,7 +195,7 @@ class Job:
             if not pid:
                 continue
             if not rank.events.closed:
-                self._listen_to_rank(rank)  # what it said before it left
+                self._listen_to_rank(rank, last=True)  # what it said before it left
             rank.exit = os.waitstatus_to_exitcode(status)
             self.tell("exited", rank=rank.number, code=rank.exit, time=time.perf_counter(), killed=self.reason == "killed")
             if self.reason in ("join", "run"):  # before its release a rank has no good reason to leave
@@ -194,45 +203,43 @@ class Job:
 
     def _time_is_up(self) -> None:
         stuck = [rank for rank in self.alive() if not rank.finished]
-        if self.reason in ("join", "run", "grace"):
+        if self.reason in STACK_LIMIT:
             self._write_stacks(stuck)
         if self.reason in ("join", "run"):
             self.tell("hung", ranks=[rank.number for rank in stuck], while_in=self.reason)
-        self._kill()
+        self._cancel()
 
     def _write_stacks(self, ranks: list[_Rank]) -> None:
-        """Ask each rank for its stack and wait until the file has stopped growing."""
-        waiting = {rank_side.file_of(self.request, "stack", rank.number): -1 for rank in ranks}
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGUSR1)
-        end = time.monotonic() + STACK_LIMIT
+        """Ask each rank for its stack and wait until it is written, down to the frame in which the job began."""
+        waiting = {rank.pid: rank_side.file_of(self.request, "stack", rank.number) for rank in ranks}
+        for pid in waiting:
+            os.kill(pid, signal.SIGUSR1)  # not reaped yet: the process is there, if only as a zombie
+        end = time.monotonic() + STACK_LIMIT[self.reason]
         while waiting and time.monotonic() < end:
-            time.sleep(0.01)
-            sizes = {path: os.stat(path).st_size if os.path.exists(path) else 0 for path in waiting}
-            waiting = {path: size for path, size in sizes.items() if size == 0 or size != waiting[path]}
+            time.sleep(0.005)
+            waiting = {pid: path for pid, path in waiting.items() if not _complete(path)}
 
-    def _kill(self) -> None:
+    def _cancel(self) -> None:
         self.reason, self.limit = "killed", time.monotonic() + 3600
-        for rank in self.alive():
-            for kill in (os.killpg, os.kill):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(rank.pid, signal.SIGKILL)
+        self._kill(self.alive())
 
-    def _end_descendants(self) -> None:
-        """Processes that ranks started and left behind: in their groups, or adopted by this process."""
-        for rank in self.ranks:
+    def _kill(self, ranks: list[_Rank]) -> None:
+        """End process groups: the ranks and, where orphans are not adopted, what they have left behind."""
+        for rank in ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, signal.SIGKILL)
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, 0)[0]:
-                pass
 
-    def _abandon(self) -> NoReturn:
-        """The kernel died in mid-job: end the ranks, then leave."""
-        self._kill()
-        self._end_descendants()
-        leave(self.folders)
+
+def _keep_only(*wanted: int) -> None:
+    """Close every descriptor but the standard three and these."""
+    for name in os.listdir("/dev/fd"):
+        if int(name) > 2 and int(name) not in wanted:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+def _complete(stack: str) -> bool:
+    if not os.path.exists(stack):
+        return False
+    with open(stack, errors="replace") as file:
+        return rank_side.__file__ in file.read()

@@ -13,7 +13,7 @@ def send(descriptor: int, message: dict[str, Any]) -> None:
 
 
 class Reader:
-    """Collects messages from a descriptor; `read` is called when the descriptor is readable."""
+    """Collects messages from a descriptor; `read` is called when the descriptor is readable, or is not blocking."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -22,7 +22,10 @@ class Reader:
 
     def read(self) -> list[dict[str, Any]]:
         """All complete messages at hand; sets `closed` at the end of the stream."""
-        data = os.read(self.descriptor, 1 << 16)
+        try:
+            data = os.read(self.descriptor, 1 << 16)
+        except BlockingIOError:
+            return []
         self.closed = not data
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
