@@ -1,0 +1,67 @@
+"""What a learner sees: notebook 00 in JupyterLab, a figure that moves, a job that stops.
+
+Each test leaves screenshots in its temporary folder (`pytest --basetemp=build/browser tests/browser` puts them at hand).
+"""
+
+import re
+
+import psutil
+from playwright.sync_api import expect
+
+expect.set_options(timeout=60_000)
+
+
+def test_notebook_00_runs_and_shows_everything(notebook, tmp_path):
+    notebook.open("00_start_here.ipynb")
+    notebook.command("editmenu:clear-all")
+    expect(notebook.page.locator(".jp-OutputArea-output")).to_have_count(0)
+    notebook.command("notebook:run-all-cells")
+    notebook.wait_idle()
+    assert notebook.page.locator("[data-mime-type='application/vnd.jupyter.error']").all_inner_texts() == []
+    counts = notebook.counts()
+    assert counts == list(range(1, len(counts) + 1))
+    notebook.picture("first-job", tmp_path)
+
+    expect(notebook.output("first-job").locator("table")).to_contain_text("rank")  # the run, as a panel
+    expect(notebook.output("first-job")).to_contain_text("I am rank 1 of 2")
+    expect(notebook.output("sum-compare")).to_contain_text("every rank holds [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]")
+    expect(notebook.output("failure")).to_contain_text("RankFailed")
+    for picture in notebook.page.locator(".jp-OutputArea-output img").all():
+        assert picture.evaluate("picture => picture.naturalWidth") > 300
+    assert notebook.page.locator(".jp-OutputArea-output img").count() >= 3
+
+    explorer = notebook.output("wire")
+    handle, picture, number = (
+        explorer.locator(".noUi-handle").first,
+        explorer.locator("img"),
+        explorer.locator(".widget-readout").first,
+    )
+    notebook.picture("wire", tmp_path)
+    before, shown = number.inner_text(), picture.get_attribute("src")
+    handle.focus()
+    notebook.page.keyboard.press("ArrowRight")
+    expect(number).not_to_have_text(before)
+    expect(picture).not_to_have_attribute("src", shown)
+    notebook.picture("wire", tmp_path, "moved")
+
+
+def test_stop_ends_the_ranks_of_a_running_job(notebook, tmp_path):
+    notebook.open("stop.ipynb")
+    notebook.begin("notebook:run-all-cells")
+    panel = notebook.output("long").locator(".helpers-panel")
+    expect(panel).to_have_text(re.compile(r"(rank process \d+.*){2}", re.DOTALL))
+    expect(panel).to_contain_text("running")
+    notebook.picture("long", tmp_path, "running")
+    ranks = [psutil.Process(int(pid)) for pid in re.findall(r"rank process (\d+)", panel.inner_text())]
+    assert all(rank.is_running() for rank in ranks)
+
+    notebook.page.locator("[data-command='notebook:interrupt-kernel']").first.click()
+    gone, alive = psutil.wait_procs(ranks, timeout=60)
+    assert (len(gone), alive) == (2, [])
+    expect(notebook.output("long")).to_contain_text("KeyboardInterrupt")
+    notebook.wait_idle()
+    notebook.picture("long", tmp_path, "stopped")
+
+    notebook.select("after")
+    notebook.command("notebook:run-cell")
+    expect(notebook.output("after")).to_contain_text("[40, 41]")
