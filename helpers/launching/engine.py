@@ -127,6 +127,7 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         self.asked = False
         self.wake, self._write = os.pipe()
+        os.set_blocking(self.wake, False)
         self._before: Any = None
         self._held = threading.current_thread() is threading.main_thread()
         if self._held:
@@ -139,8 +140,9 @@ class Interrupts:
             os.write(self._write, b"!")
 
     def seen(self) -> None:
-        """Empty the wake-up pipe."""
-        os.read(self.wake, 4096)
+        """Empty the wake-up pipe, if anything is in it."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wake, 4096)
 
     def __exit__(self, *_: object) -> None:
         write, self._write = self._write, -1
