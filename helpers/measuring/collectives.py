@@ -315,7 +315,8 @@ def read(path: str, rank: int) -> Recorded:
         if event[0] == "issue":
             sequence, op, group, dtype, shape, size, begin, source, peer, waited_from = event[1:]
             end, sender = done.get(sequence, (None, None))
-            waited_from = waited.get(sequence, waited_from)  # later than the end where it was done before anybody waited
+            if end is None or waited.get(sequence, end) < end:  # what was done before the wait began never blocked
+                waited_from = waited.get(sequence, waited_from)
             collectives.append(
                 Collective(
                     rank=rank,

@@ -22,7 +22,7 @@ class Collective:
     end: float | None
     source: str | None  # "cell 5, line 7: dist.all_reduce(x)"; None where no line of the learner's issued it
     peer: int | None = None  # global rank at the other end of a send or recv
-    waited_from: float | None = None  # when it began to wait; after `end`: it never blocked; None: nobody did, or C++ did
+    waited_from: float | None = None  # when the rank began to block on it, until `end`; None where it did not or C++ waits
 
 
 @dataclass(frozen=True)
