@@ -22,7 +22,7 @@ def describe_line(filename: str, line: int) -> str:
     The text of the line comes from `linecache` and is left out where that has none.
     """
     name = filename[1:-1] if filename.startswith("<") else os.path.basename(filename)
-    text = linecache.getline(filename, line).strip()
+    text = linecache.getline(filename, line).split("  #")[0].strip()  # without the comment at its end
     if len(text) > _LONGEST_LINE:
         text = text[: _LONGEST_LINE - 1] + "…"
     return f"{name}, line {line}: {text}" if text else f"{name}, line {line}"
