@@ -198,8 +198,8 @@ def test_a_series_of_another_length_is_refused():
         plots.sweep([1, 2], {"a": [1, 2]}, {"b": [1]}, xlabel="", ylabel="", title="")
 
 
-def record(rank, sequence, start, end, op="all_reduce", group=(0, 1), **more):
-    return Collective(rank, sequence, op, group, "float32", (1,), 4, start, end, None, **more)
+def record(rank, sequence, start, end, op="all_reduce", group=(0, 1), source=None, **more):
+    return Collective(rank, sequence, op, group, "float32", (1,), 4, start, end, source, **more)
 
 
 def run_of(spans, *collectives, **more):
@@ -258,11 +258,40 @@ def test_a_rank_computes_until_it_waits_for_what_is_under_way():
     run = run_of(
         BOTH,
         record(0, 0, 2.0, 10.0, waited_from=9.0),
-        record(1, 0, 4.0, 10.0, waited_from=11.0),  # done before anybody waited: hidden behind computing
+        record(1, 0, 4.0, 10.0, source="cell 3, line 2: work = dist.all_reduce(x, async_op=True)"),  # done before the wait
         record(0, 1, 12.0, 14.0, waited_from=12.0),
         record(1, 1, 13.0, 14.0, waited_from=13.0),
     )
     assert plots.shares(run) == [share(13.0, 2.0, 1.0), share(15.0, 1.0, 0.0)]
+
+
+def test_what_cpp_waits_for_counts_from_when_its_rank_was_last_seen_free():
+    backward = "cell 3, line 5: loss.backward()"
+    run = run_of(
+        BOTH,
+        *(record(rank, 0, 2.0, 8.0, source=backward) for rank in (0, 1)),
+        *(record(rank, 1, 6.0, 12.0, source=backward) for rank in (0, 1)),  # issued meanwhile: until then the rank computed
+        *(record(rank, 2, 14.0, 15.0, source="cell 3, line 6: model(ids)") for rank in (0, 1)),
+    )
+    assert segments(run)[0] == [
+        (0, 6, "compute"),
+        (6, 12, "communication"),
+        (12, 14, "compute"),
+        (14, 15, "communication"),
+        (15, 16, "compute"),
+    ]
+
+
+def test_what_is_under_way_behind_computing_is_drawn_below_the_lane_and_named():
+    hidden = {"source": "cell 3, line 2: dist.all_reduce(x, async_op=True)"}
+    figure = plots.timeline(run_of(BOTH, record(0, 0, 2.0, 10.0, **hidden), record(1, 0, 2.0, 10.0, **hidden)))
+    assert "0 % communicating" in figure.get_suptitle()
+    names = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert names[-1] == "below a lane: under way meanwhile"
+    strips = [
+        path.get_extents() for drawn in figure.axes[0].collections for path in drawn.get_paths() if path.get_extents().x0 == 2
+    ]
+    assert [(box.x0, box.x1, box.y0 > 0.3) for box in strips] == [(2, 10, True), (2, 10, True)]
 
 
 def test_collectives_under_way_at_once_count_once():

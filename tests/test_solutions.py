@@ -80,7 +80,7 @@ def test_wrong_answers_get_their_messages(id):
 
 @pytest.mark.parametrize("notebook", sorted({id[:2] for id in IDS}))
 def test_answers_put_into_the_stubs_are_solved_in_a_kernel(notebook):
-    """The set-up cells (tag `setup`) and the exercise cells run; unsolved stubs leave them green before that."""
+    """The set-up cells (tag `setup`) run, then each exercise cell with the answer in place of its stub."""
     if notebook not in NOTEBOOKS:
         pytest.skip(f"notebook {notebook} is not here yet")
     code = [cell for cell in read(NOTEBOOKS[notebook]).cells if cell.cell_type == "code"]

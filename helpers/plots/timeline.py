@@ -7,13 +7,16 @@ At every moment between the start and the end of its function a rank is in one o
   or receive has not been issued;
 * compute: it does not block.
 
-It blocks on a collective from `waited_from` to `end`, not at all where that had ended before. Where `waited_from` is not recorded
-(DDP's reducer waits in C++) it counts as blocked from `start`, so what DDP hides behind its backward pass is communication here.
+It blocks on a collective from `waited_from` to `end`. Where `waited_from` is None, either nobody blocked in Python or C++ waited
+(DDP's reducer, DTensor), and the record does not say which. Then a collective whose source line asks for `async_op=True` blocked
+nobody, and any other counts as blocking from the last moment at which its rank is known to have been free: its own issue, or that
+of a later collective meanwhile. For those, communication and idle are upper limits.
 A collective that ended before the last rank came waited for nobody (a broadcast's source, a buffered send): communication.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections import Counter
@@ -42,7 +45,7 @@ def segments(run: Run) -> list[list[Segment]]:
 
     A rank that did not return is followed up to the last thing any rank recorded.
     """
-    last, ends, met = _last_moment(run), _ends(run), _met(run.collectives)
+    last, ends, met, blocked = _last_moment(run), _ends(run), _met(run.collectives), _blocked_from(run)
     lanes: list[list[Segment]] = []
     for rank, span in enumerate(run.spans):
         if span is None:
@@ -51,8 +54,7 @@ def segments(run: Run) -> list[list[Segment]]:
         waiting, moving = [], []
         for collective in run.collectives:
             if collective.rank == rank:
-                until, came = ends[id(collective)], met[id(collective)]
-                begin = min(collective.start if collective.waited_from is None else collective.waited_from, until)
+                begin, until, came = blocked[id(collective)], ends[id(collective)], met[id(collective)]
                 came = begin if collective.end is not None and collective.end < came else min(max(came, begin), until)
                 waiting.append((begin, came))
                 moving.append((came, until))
@@ -74,7 +76,7 @@ def timeline(run: Run, title: str | None = None) -> Figure:
 
     Ticks mark collectives whose end was not recorded; they count as computing. Raises ValueError for a run without spans.
     """
-    lanes, seconds, ends = segments(run), shares(run), _ends(run)
+    lanes, seconds, ends, blocked = segments(run), shares(run), _ends(run), _blocked_from(run)
     if not any(lanes):
         raise ValueError("no rank of this run started its function: there is nothing to draw")
     origin = min(lane[0].start for lane in lanes if lane)
@@ -86,7 +88,7 @@ def timeline(run: Run, title: str | None = None) -> Figure:
     figure, axes = style.figure(title, 1.7 + 0.6 * len(lanes), alt=alt, finding=finding, footer=measured_on(run))
     for rank, lane in enumerate(lanes):
         own = [each for each in run.collectives if each.rank == rank]
-        behind = [(each.start, min(each.waited_from, ends[id(each)])) for each in own if each.waited_from is not None]
+        behind = [(each.start, blocked[id(each)]) for each in own]
         rows = [(kind, [piece[:2] for piece in lane if piece.kind == kind], rank - 0.2, 0.5) for kind in KINDS]
         for name, pieces, top, thick in [*rows, ("under way while computing", behind, rank + 0.34, 0.12)]:
             color, hatch = KINDS.get(name, (style.ORANGE, ""))
@@ -99,7 +101,7 @@ def timeline(run: Run, title: str | None = None) -> Figure:
     axes.invert_yaxis()
     axes.grid(visible=False)
     axes.set_xlabel(f"time since the first rank began ({unit})")
-    overlaps = any(each.waited_from is not None and each.waited_from > each.start for each in run.collectives)
+    overlaps = any(blocked[id(each)] > each.start for each in run.collectives)
     looks = KINDS | ({"below a lane: under way meanwhile": (style.ORANGE, "")} if overlaps else {})
     style.legend_above(axes, 4, handles=style.patches(looks))
     return figure
@@ -152,6 +154,26 @@ def _ends(run: Run) -> dict[int, float]:
         stuck = each.sequence == final[each.rank] and (span is None or span[1] is None)
         ends[id(each)] = each.end if each.end is not None else last if stuck else each.start
     return ends
+
+
+def _blocked_from(run: Run) -> dict[int, float]:
+    """By the id of each collective, when its rank began to block on it; its end where the rank never did."""
+    ends = _ends(run)
+    issues = {
+        rank: sorted(each.start for each in run.collectives if each.rank == rank and each.source) for rank in range(run.ranks)
+    }
+    begins = {}
+    for each in run.collectives:
+        until, own = ends[id(each)], issues[each.rank]
+        if each.waited_from is not None:
+            begin = each.waited_from
+        elif each.source and "async_op=True" in each.source:
+            begin = until
+        else:  # the last own issue before it ended, at the earliest its own
+            before = bisect.bisect_left(own, until)
+            begin = max([each.start, *own[max(0, before - 1) : before]])
+        begins[id(each)] = min(begin, until)
+    return begins
 
 
 def _partition(start: float, end: float, waiting: list[tuple[float, float]], moving: list[tuple[float, float]]) -> list[Segment]:
