@@ -1,0 +1,86 @@
+"""GPU figures from `data/hardware.yaml`, each with its source. Data sheets promise, measurements keep: both are here."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = ["Hardware", "gpu", "names", "source"]
+
+FILE = Path(__file__).parent.parent / "data" / "hardware.yaml"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU. gb = 10⁹ bytes, gib = 2³⁰ bytes; rates are dense, links per direction and per GPU; None where there is none.
+
+    The lower block is measured by others (None where no measurement is on file); `sources` names the source of each figure.
+    """
+
+    name: str
+    memory_gb: float
+    memory_bandwidth_gb_per_s: float
+    pcie_gb_per_s: float
+    memory_visible_gib: float | None = None  # what CUDA reports
+    bf16_tflops: float | None = None  # None: the GPU has no BF16 tensor cores
+    fp16_tflops: float | None = None
+    nvlink_gb_per_s: float | None = None
+    nic_gb_per_s: float | None = None  # of the usual server: its network adapters' rate divided by its GPUs
+
+    matmul_bf16_tflops: float | None = None
+    peer_copy_gb_per_s: float | None = None
+    all_reduce_bus_gb_per_s: float | None = None  # bus bandwidth in one node of eight
+    host_to_device_gb_per_s: float | None = None
+    weight_streaming_gb_per_s: float | None = None  # while decoding
+    sources: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that CUDA reports; where no reading is on file, what the data sheet says."""
+        return round(self.memory_visible_gib * 2**30 if self.memory_visible_gib else self.memory_gb * 10**9)
+
+
+@lru_cache(maxsize=1)
+def _data() -> dict[str, Any]:
+    return yaml.safe_load(FILE.read_text(encoding="utf-8"))
+
+
+def names() -> list[str]:
+    """Return the names that `gpu` knows, as in "H100-SXM"."""
+    return list(_data()["gpus"])
+
+
+def gpu(name: str) -> Hardware:
+    """Return the figures of one GPU. Upper and lower case, spaces and hyphens do not matter.
+
+    Raises KeyError with the nearest names where `name` is not on file.
+    """
+    known = {_plain(each): each for each in names()}
+    if _plain(name) not in known:
+        near = difflib.get_close_matches(_plain(name), known, n=3, cutoff=0.4) or list(known)
+        close = ", ".join(known[each] for each in near)
+        raise KeyError(f"no figures for the GPU {name!r}; the nearest on file: {close} (hardware.names() lists all)")
+    exact = known[_plain(name)]
+    figures = {key: pair for block in _data()["gpus"][exact].values() for key, pair in block.items()}
+    return Hardware(
+        exact, **{key: value for key, (value, _) in figures.items()}, sources={key: who for key, (_, who) in figures.items()}
+    )
+
+
+def source(name: str, figure: str) -> str:
+    """Return where one figure comes from: `source("H100-SXM", "bf16_tflops")`. Raises KeyError for a figure not on file."""
+    on_file = gpu(name).sources
+    if figure not in on_file:
+        raise KeyError(f"no figure {figure!r} for {name}; on file: {', '.join(on_file)}")
+    entry = _data()["sources"][on_file[figure]]
+    extra = f" ({entry['note']})" if "note" in entry else ""
+    return f"{entry['by']}, {entry['title']}, {entry['year']}{extra}{' [weak]' if entry.get('weak') else ''}"
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.casefold() if letter.isalnum())

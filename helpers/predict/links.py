@@ -1,0 +1,94 @@
+"""The α–β model of a link: a message of S bytes takes α seconds, whatever its size, and S / bandwidth on top.
+
+Source of the model: Hockney, "The communication challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 1994.
+Known misses: libraries change their algorithm with the size (two segments catch one such change), caches, several messages at
+once on the same link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Link", "fit_link"]
+
+_BETTER = 0.5  # a second segment is taken where it leaves at most this share of the squared relative error
+_FEWEST = 3  # points in a segment: two would fit any line
+
+
+@dataclass(frozen=True)
+class Segment:
+    """From `smallest` bytes on: `alpha` seconds per message, then `bandwidth` bytes per second."""
+
+    smallest: float
+    alpha: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """A fitted link. `segments` are ordered by size; `error` is the root mean square relative error over the fitted points."""
+
+    segments: tuple[Segment, ...]
+    error: float
+
+    @property
+    def alpha(self) -> float:
+        """Seconds that the smallest message takes."""
+        return self.segments[0].alpha
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that the largest messages reach."""
+        return self.segments[-1].bandwidth
+
+    def seconds(self, size: float) -> float:
+        """Predicted seconds for a message of `size` bytes."""
+        segment = next((s for s in reversed(self.segments) if size >= s.smallest), self.segments[0])
+        return segment.alpha + size / segment.bandwidth
+
+    def __repr__(self) -> str:
+        parts = [
+            f"from {s.smallest:,.0f} B: {s.alpha * 1e6:,.0f} µs + size / {s.bandwidth / 1e9:.2f} GB/s" for s in self.segments
+        ]
+        return f"Link({'; '.join(parts)}; fitted within {100 * self.error:.0f} %)"
+
+
+def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
+    """Fit α and bandwidth to measured times, by least squares of the relative error; two segments where one line misses the bend.
+
+    Raises ValueError for fewer than three points, lengths that differ, or times that are not positive.
+    """
+    points = sorted(zip(sizes, seconds, strict=True))
+    if len(points) < _FEWEST:
+        raise ValueError(f"{len(points)} points: a fit of two numbers needs at least {_FEWEST}, better 8")
+    if any(size < 0 or time <= 0 for size, time in points):
+        raise ValueError("sizes must not be negative and times must be above 0: a time of 0 was not measured")
+    segment, squares = _line(points)
+    best, least = (segment,), squares
+    for cut in range(_FEWEST, len(points) - _FEWEST + 1):
+        (low, low_squares), (high, high_squares) = _line(points[:cut]), _line(points[cut:])
+        if low_squares + high_squares < min(least, _BETTER * squares):
+            best, least = (low, high), low_squares + high_squares
+    return Link(best, (least / len(points)) ** 0.5)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[Segment, float]:
+    """The line time = α + βS with the least squared relative error, neither part negative, and that error."""
+    a = sum(1 / t**2 for _, t in points)
+    b = sum(s / t**2 for s, t in points)
+    c = sum(s * s / t**2 for s, t in points)
+    d = sum(1 / t for _, t in points)
+    e = sum(s / t for s, t in points)
+    determinant = a * c - b * b
+    tries = [(d / a, 0.0), (0.0, e / c if c else 0.0)]  # flat, or through the origin
+    if determinant > 1e-12 * a * c:
+        both = ((d * c - e * b) / determinant, (a * e - b * d) / determinant)
+        tries = [both] if min(both) >= 0 else tries
+    alpha, beta = min(tries, key=lambda line: _squares(points, *line))
+    bandwidth = 1 / beta if beta > 0 else float("inf")
+    return Segment(points[0][0], alpha, bandwidth), _squares(points, alpha, beta)
+
+
+def _squares(points: Sequence[tuple[float, float]], alpha: float, beta: float) -> float:
+    return sum(((alpha + beta * size - time) / time) ** 2 for size, time in points)
