@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -59,14 +60,16 @@ def explore(draw: Callable[..., Figure], **controls: Any) -> Explorer:
     """Let a reader move the inputs of `draw`, a function that takes them as keywords and returns a figure of `helpers.plots`.
 
     Each control is a widget, or as in `ipywidgets.interact`: `(least, most)` or `(least, most, step)` for a slider, a list for a
-    menu, True or False for a box. A widget may set where it starts; otherwise a slider starts in the middle, a menu at its first.
+    menu, True or False for a box. It starts at the default that `draw` gives it; without one a slider in the middle, a menu at its
+    first.
 
     Raises TypeError for a control that is none of these and for a `draw` that returns something else; what `draw` raises for the
     starting values passes through, later errors are shown under the controls.
     """
-    made = {}
+    made, inputs = {}, inspect.signature(draw).parameters
     for name, given in controls.items():
-        control = ipywidgets.interactive.widget_from_abbrev(given)
+        start = inputs[name].default if name in inputs else inspect.Parameter.empty
+        control = ipywidgets.interactive.widget_from_abbrev(given, start)
         if control is None:
             raise TypeError(f"{name}={given!r} is no control: give (least, most, step), a list, True or False, or a widget")
         control.description = control.description or name.replace("_", " ")

@@ -39,7 +39,9 @@ def holdings(
             for rank, row in enumerate(rows):
                 for place, number in enumerate(row or ()):
                     _box(axes, left + place, rank, number, owner(number))
-        axes.annotate("", (right - 0.3, ranks / 2), (right - 1.3, ranks / 2), arrowprops={"arrowstyle": "->", "color": style.GREY})
+        axes.annotate(
+            "", (right - 0.3, ranks / 2), (right - 1.3, ranks / 2), arrowprops={"arrowstyle": "->", "color": style.GREY}
+        )
         axes.set(xlim=(0, right + max(widths[1], 4)), ylim=(ranks, 0))
         axes.set_title(name, fontsize=9, loc="left", pad=3)
         axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)], fontsize=8)
