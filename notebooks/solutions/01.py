@@ -143,8 +143,8 @@ def check_mlp(job):
             )
         if not torch.allclose(result, right, rtol=1e-4, atol=1e-4):
             raise Wrong(
-                f"Rank {rank}'s output is off by up to {(result - right).abs().max():.3g}. Split w1 by columns and w2 by the same "
-                f"rows: then relu sees whole sums, and the partial outputs add up."
+                f"Rank {rank}'s output is off by up to {(result - right).abs().max():.3g}. Split w1 by columns and w2 by the "
+                f"same rows: then relu sees whole sums, and the partial outputs add up."
             )
     if not calls:
         raise Wrong("The output is right, but the ranks exchanged nothing: each multiplied with the whole matrices. Split them.")
@@ -213,7 +213,7 @@ EXERCISES = [
         "a ring reduce-scatter from sends and receives",
         answer=ring_reduce_scatter,
         hints=[
-            "n − 1 rounds; in each, send one piece to the right, receive one from the left and add it to your own copy of that piece.",
+            "n − 1 rounds; in each, send a piece to the right, receive one from the left and add it to your own copy of it.",
             "Clone the pieces first: tensor.chunk(n) gives views of the learner's tensor.",
             "To end with piece r, rank r sends piece (r − 1) mod n in the first round.",
         ],
