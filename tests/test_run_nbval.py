@@ -15,6 +15,14 @@ print(2 + 2, os.environ["WORKSHOP_DEVICE"], os.environ["WORKSHOP_MODEL"])
 # %% id="free"
 print(os.getpid())
 """
+NUMBERED = """
+# %% id="first"
+from IPython import get_ipython
+1
+
+# %% id="numbered" tags=["nbval-check-output"]
+print("in cell", get_ipython().execution_count)
+"""
 NOISY_TRACEBACK = """
 # %% id="traceback" tags=["nbval-check-output"]
 import sys, traceback
@@ -33,7 +41,7 @@ open("nowhere")
 def texts(tmp_path_factory) -> dict[str, str]:
     """Published notebooks by name, as text."""
     found = {}
-    for name, text in {"exact": EXACT, "traceback": NOISY_TRACEBACK, "planned": PLANNED}.items():
+    for name, text in {"exact": EXACT, "traceback": NOISY_TRACEBACK, "planned": PLANNED, "numbered": NUMBERED}.items():
         path = tmp_path_factory.mktemp("published") / f"{name}.ipynb"
         write(path, to_notebook(text))
         publish.publish(path)
@@ -46,7 +54,8 @@ def test_what_was_published_passes(tmp_path, capfd, texts):
         (tmp_path / f"{name}.ipynb").write_text(text, encoding="utf-8")
     assert run_nbval.nbval(sorted(tmp_path.glob("*.ipynb"))) == 0
     out = capfd.readouterr().out
-    assert "4 passed" in out
+    assert "6 passed" in out
+    assert "in cell 3" in texts["numbered"]
     assert all(f"\n{name}.ipynb" in out for name in texts)
     assert "over its budget" not in out
 

@@ -48,17 +48,6 @@ EXERCISE_CALL = re.compile(r"""\b(?:check|hint|solution)\(\s*["'](\d\d\.\d+)["']
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A place and what is wrong with it, mend included."""
-
-    place: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.message}"
-
-
-@dataclass(frozen=True)
 class Notebook:
     """A notebook under review: its name, its cells and the ids of the exercises that have a solution."""
 
@@ -81,15 +70,15 @@ def rule(function: Callable[[Notebook], Messages]) -> Callable[[Notebook], Messa
     return function
 
 
-def lint(path: Path, exercises: Collection[str]) -> list[Finding]:
-    """All findings in the notebook. `exercises` are the ids that have a solution, such as "04.2"."""
+def lint(path: Path, exercises: Collection[str]) -> list[str]:
+    """All findings in the notebook, each with its place and mend. `exercises` are the ids with a solution, such as "04.2"."""
     try:
         content = nbformat.from_dict(nbformat.reader.parse_json(path.read_text(encoding="utf-8")))
         notebook = Notebook(path, content, exercises)
         if content.nbformat != 4:
             raise ValueError(f"format {content.nbformat} instead of 4")
     except (ValueError, AttributeError, nbformat.reader.NotJSONError) as error:
-        return [Finding(shown(path), f"not a notebook ({error})")]
+        return [f"{shown(path)}: not a notebook ({error}): mend or remove the file"]
     for cell in content.cells:
         for multiline in [cell, *cell.get("outputs", [])]:
             for key in ("source", "text"):
@@ -99,7 +88,7 @@ def lint(path: Path, exercises: Collection[str]) -> list[Finding]:
     for one in RULES:
         for cell, message in one(notebook):
             position = "" if cell is None else f" cell {cell.get('id') or content.cells.index(cell)}"
-            found.append(Finding(shown(path) + position, message))
+            found.append(f"{shown(path)}{position}: {message}")
     return found
 
 
@@ -241,6 +230,8 @@ def noise(notebook: Notebook) -> Messages:
             if WIDGET_VIEW in output.get("data", {}):
                 yield cell, f"stores a widget, which shows nothing without its kernel: {PUBLISH}"
             text = "\n".join(_texts(output))
+            if re.match(r"\w+\(children=", text):
+                yield cell, "shows nothing but the name of a widget without its kernel: show it through helpers.widgets"
             if match := MACHINE_PATH.search(text):
                 yield cell, f"shows a path of one machine ({match[0]}…): print it relative to the project, or not at all"
             if output.get("name") == "stderr" and re.search(r"UsageError|Warning\b", text):

@@ -24,6 +24,11 @@ CELL_SECONDS = 180
 BUDGET_SECONDS = 60  # machine time of a notebook on 2 cores
 SERVING_BUDGET_SECONDS = 180  # a serving engine takes half a minute to start
 SLOWEST_CELLS = 5
+CELL_NUMBERS = """
+[number of a cell, which is 1 for every cell that nbval executes]
+regex: \\bcell \\d+
+replace: cell …
+"""
 
 
 def nbval(paths: Sequence[Path], cell_seconds: float = CELL_SECONDS) -> int:
@@ -33,23 +38,15 @@ def nbval(paths: Sequence[Path], cell_seconds: float = CELL_SECONDS) -> int:
     """
     paths = [path.resolve() for path in paths]
     root = ROOT if all(path.is_relative_to(ROOT) for path in paths) else os.path.commonpath([path.parent for path in paths])
-    flags = [
-        "--nbval-lax",
-        "--nbval-current-env",
-        f"--nbval-cell-timeout={cell_seconds}",
-        f"--nbval-sanitize-with={SANITIZE_RULES}",
-    ]
-    flags += [
-        f"--timeout={cell_seconds + 60}",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-    ]  # nbval ends a cell in time; pytest-timeout ends nbval
+    flags = ["--nbval-lax", "--nbval-current-env", f"--nbval-cell-timeout={cell_seconds}", "-q", "-p", "no:cacheprovider"]
+    flags += [f"--timeout={cell_seconds + 60}"]  # nbval ends a cell in time; this ends nbval
     flags += ["-n", "2", "--dist", "loadscope"] if len(paths) > 1 else []
     flags += [f"--rootdir={root}", "-c", str(ROOT / "pyproject.toml")]  # a notebook outside rootdir would have no name
     with tempfile.TemporaryDirectory(prefix="nbval_") as scratch:
-        report = Path(scratch) / "report.xml"
-        command = [sys.executable, "-m", "pytest", *flags, f"--junitxml={report}", *map(str, paths)]
+        rules, report = Path(scratch) / "sanitize.cfg", Path(scratch) / "report.xml"
+        rules.write_text(SANITIZE_RULES.read_text(encoding="utf-8") + CELL_NUMBERS, encoding="utf-8")
+        flags += [f"--nbval-sanitize-with={rules}", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *flags, *map(str, paths)]
         code = subprocess.run(command, cwd=ROOT, env=execution_environment(Path(scratch))).returncode
         times = cell_times(report) if report.exists() else {}
     print(summary(times))
