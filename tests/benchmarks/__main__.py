@@ -47,7 +47,7 @@ def main(
         print(error, file=sys.stderr)
         return 2
     if options.list:
-        print("\n".join(f"{one.full_name:<24} {one.summary}" for one in chosen))
+        print("\n".join(f"{one.full_name:<28} {one.summary}" for one in chosen))
         return 0
     if options.record and (options.repeats < LEAST_REPEATS or options.anyway):
         print(f"--record needs {LEAST_REPEATS} repeats or more and a quiet machine", file=sys.stderr)

@@ -76,8 +76,8 @@ def told(repeats: int) -> Findings:
         kernel.check("print(launch(lambda: 1).results)", "[1, 1]")
         kernel.settle()
         timed = interleaved(contenders, repeats)
-    slowest = max(row.median for row in timed.rows())
-    claims = [at_most(f"error shown after {row.name}", row.median, TELL_LIMIT, "s") for row in timed.rows()]
+    slowest = max(max(row.samples) for row in timed.rows())
+    claims = [at_most(f"error shown, {row.name}: slowest", max(row.samples), TELL_LIMIT, "s") for row in timed.rows()]
     claims.append(shown("each error names rank 1 and its kind", all(right)))
     return Findings(timed.rows(), claims, f"A failed rank is named within {slowest * 1000:.0f} ms")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .framework import Contender, DoesNotRun, Findings, Row, Timed, at_least, at_most, benchmark, interleaved, shown
-from .kernels import Kernel, environment_of_a_learner
+from .kernels import ANSWER_LIMIT, Kernel, environment_of_a_learner
 
 JOB = """
 def job():
@@ -130,7 +130,7 @@ def _first(first: str, again: str, answer: str, name: str) -> dict[str, float]:
 def _process(command: list[str], answer: str) -> float:
     """Wall time of a command that prints `answer`."""
     begin = time.perf_counter()
-    done = subprocess.run(command, env=environment_of_a_learner(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment_of_a_learner(), capture_output=True, text=True, timeout=ANSWER_LIMIT)
     seconds = time.perf_counter() - begin
     if done.returncode or answer not in done.stdout:
         raise RuntimeError(f"{command[0]} gave {done.stdout!r} and said {done.stderr[-1000:]}")
@@ -224,7 +224,9 @@ def imports(repeats: int) -> Findings:
 
     def in_script() -> float:
         command = [sys.executable, "-c", IMPORT]
-        done = subprocess.run(command, env=environment_of_a_learner(), capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(
+            command, env=environment_of_a_learner(), capture_output=True, text=True, check=True, timeout=ANSWER_LIMIT
+        )
         return seconds_and_torch(done.stdout)
 
     timed: Timed = interleaved({"in a script": in_script, "in a kernel": in_kernel}, repeats)

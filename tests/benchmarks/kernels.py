@@ -21,7 +21,8 @@ from jupyter_client.manager import KernelManager
 from .processes import descendants, end, gone_within, settle
 
 ROOT = Path(__file__).parents[2]
-START_LIMIT = 60.0  # seconds for a kernel to answer
+START_LIMIT = 120.0  # seconds for a kernel to come up
+ANSWER_LIMIT = 180.0  # seconds for a cell
 LEAVE_LIMIT = 1.0  # seconds in which what a kernel started may leave by itself and tidy up
 
 
@@ -99,11 +100,11 @@ class Kernel:
         """Wait until the kernel and what it started have nothing left to do in the background."""
         settle(self.process.pid)
 
-    def run(self, cell: str, limit: float = 60) -> Answer:
+    def run(self, cell: str, limit: float = ANSWER_LIMIT) -> Answer:
         """Execute a cell and wait for its reply. Raises TimeoutError after `limit` seconds; the kernel is of no use then."""
         return self.finish(self.begin(cell), limit)
 
-    def check(self, cell: str, expected: str, limit: float = 60) -> Answer:
+    def check(self, cell: str, expected: str, limit: float = ANSWER_LIMIT) -> Answer:
         """Like `run`, and raises RuntimeError where the answer lacks the text `expected` or is an error."""
         answer = self.run(cell, limit)
         if answer.error or expected not in answer.text:
@@ -116,7 +117,7 @@ class Kernel:
         sent = time.perf_counter()
         return self._client.execute(cell, allow_stdin=False), sent
 
-    def finish(self, begun: tuple[str, float], limit: float = 60) -> Answer:
+    def finish(self, begun: tuple[str, float], limit: float = ANSWER_LIMIT) -> Answer:
         """Wait for the reply to a cell that was begun."""
         message_id, sent = begun
         deadline = time.monotonic() + limit
