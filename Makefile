@@ -9,7 +9,7 @@ SET_UP = @$(PYTHON) tools/set_up.py --venv "$(VENV)"
 ON_CPU = WORKSHOP_DEVICE=cpu WORKSHOP_MODEL=tiny-ernie HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test notebooks book bench check doctor gpu-check fresh clean set-up
+.PHONY: help lab test notebooks book bench check doctor gpu-check vllm fresh clean set-up
 
 help: ## list these commands
 	@echo "make <command>:"
@@ -42,6 +42,9 @@ doctor: set-up ## look for what spoils workshops: state, meaning and mend, one l
 
 gpu-check: set-up ## run the tests that need an NVIDIA GPU (without one they say so)
 	@$(RUN) -m pytest tests/gpu -v --durations 5
+
+vllm: ## add vLLM, for the notebook on serving (2 GiB more; the CPU build where there is no NVIDIA driver)
+	$(SET_UP) dev vllm
 
 fresh: ## bring one of your notebooks back as the course has it (NB=04); yours stays under a dated name
 	@$(PYTHON) tools/learner_notebooks.py "$(NB)"

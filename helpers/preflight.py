@@ -217,7 +217,9 @@ def model_hub(address: str | None = None, timeout: float = 3) -> Check:
 def vllm(find: Callable[[str], Any] = importlib.util.find_spec, vision: str | None = None) -> Check:
     """vLLM, for the notebook on serving. `vision` is what importing torchvision says: empty where it works or is absent."""
     if not find("vllm"):
-        return Check("vLLM", "ok", "not installed: the notebook on serving, which alone needs it, shows recorded results")
+        return Check(
+            "vLLM", "ok", "not installed: the notebook on serving, which alone needs it, shows recorded results", "make vllm"
+        )
     vision = (_try("import torchvision") if find("torchvision") else "") if vision is None else vision
     if vision:
         mend = "pip uninstall -y torchvision torchaudio torchcodec: serving text works without them"
