@@ -14,8 +14,8 @@ the job runs unrecorded and `Recorded.problem` says why.
 `waited_from` is None for what C++ waits for (DDP's reducer, the all_reduce and all_gather of DTensor) and for what nobody
 has waited for yet.
 
-`source` is None for what a callback thread issues (PowerSGD's second and third all_reduce): no line of the learner's is
-on that stack.
+`source` is None for what a thread without a line of the learner's issues: callbacks (PowerSGD's second and third all_reduce)
+and, on CUDA, the backward pass.
 """
 
 import functools
@@ -30,9 +30,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from helpers.measuring import journal
+from helpers.measuring.journal import Recorded, read
 from helpers.measuring.operators import OPERATORS, Operator, payload, tensors_of
-from helpers.measuring.records import Collective, Region
 from helpers.measuring.sources import learner_line
+
+__all__ = ["Recorded", "paused", "read", "start", "stop"]
 
 
 @dataclass(eq=False)
@@ -291,50 +293,3 @@ def paused() -> Iterator[None]:
         yield
     finally:
         recorder.paused -= 1
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What one rank's file holds. `problem` says why collectives are missing, None where none are."""
-
-    collectives: tuple[Collective, ...] = ()
-    regions: tuple[Region, ...] = ()
-    problem: str | None = None
-
-
-def read(path: str, rank: int) -> Recorded:
-    """Return what the rank `rank` wrote into `path`, also one that was killed while writing. Needs no torch."""
-    try:
-        events = journal.events(path)
-    except FileNotFoundError:
-        return Recorded(problem=f"rank {rank} recorded nothing: it did not come to the point where the recorder starts")
-    waited = {event[1]: event[2] for event in events if event[0] == "wait"}
-    done = {event[1]: event[2:] for event in events if event[0] == "done"}
-    collectives = []
-    for event in events:
-        if event[0] == "issue":
-            sequence, op, group, dtype, shape, size, begin, source, peer, waited_from = event[1:]
-            end, sender = done.get(sequence, (None, None))
-            if end is None or waited.get(sequence, end) < end:  # what was done before the wait began never blocked
-                waited_from = waited.get(sequence, waited_from)
-            collectives.append(
-                Collective(
-                    rank=rank,
-                    sequence=sequence,
-                    op=op,
-                    group=tuple(group),
-                    dtype=dtype,
-                    shape=tuple(shape),
-                    bytes=size,
-                    start=begin,
-                    end=end,
-                    source=source,
-                    peer=sender if peer is None else peer,
-                    waited_from=waited_from,
-                )
-            )
-    return Recorded(
-        collectives=tuple(sorted(collectives, key=lambda collective: collective.sequence)),
-        regions=tuple(Region(rank, *event[1:]) for event in events if event[0] == "region"),
-        problem=next((event[1] for event in events if event[0] == "problem"), None),
-    )

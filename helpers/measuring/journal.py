@@ -11,8 +11,11 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+from helpers.measuring.records import Collective, Region
 
 
 class Journal:
@@ -74,7 +77,54 @@ def _text(value: str | int | None) -> str:
 current: Journal | None = None  # the journal of this process, while it records
 
 
-def events(path: str) -> list[list[Any]]:
+@dataclass(frozen=True)
+class Recorded:
+    """What one rank's file holds. `problem` says why collectives are missing, None where none are."""
+
+    collectives: tuple[Collective, ...] = ()
+    regions: tuple[Region, ...] = ()
+    problem: str | None = None
+
+
+def read(path: str, rank: int) -> Recorded:
+    """Return what the rank `rank` wrote into `path`, also one that was killed while writing. Needs no torch."""
+    try:
+        events = _events(path)
+    except FileNotFoundError:
+        return Recorded(problem=f"rank {rank} recorded nothing: it did not come to the point where the recorder starts")
+    waited = {event[1]: event[2] for event in events if event[0] == "wait"}
+    done = {event[1]: event[2:] for event in events if event[0] == "done"}
+    collectives = []
+    for event in events:
+        if event[0] == "issue":
+            sequence, op, group, dtype, shape, size, begin, source, peer, waited_from = event[1:]
+            end, sender = done.get(sequence, (None, None))
+            if end is None or waited.get(sequence, end) < end:  # what was done before the wait began never blocked
+                waited_from = waited.get(sequence, waited_from)
+            collectives.append(
+                Collective(
+                    rank=rank,
+                    sequence=sequence,
+                    op=op,
+                    group=tuple(group),
+                    dtype=dtype,
+                    shape=tuple(shape),
+                    bytes=size,
+                    start=begin,
+                    end=end,
+                    source=source,
+                    peer=sender if peer is None else peer,
+                    waited_from=waited_from,
+                )
+            )
+    return Recorded(
+        collectives=tuple(sorted(collectives, key=lambda collective: collective.sequence)),
+        regions=tuple(Region(rank, *event[1:]) for event in events if event[0] == "region"),
+        problem=next((event[1] for event in events if event[0] == "problem"), None),
+    )
+
+
+def _events(path: str) -> list[list[Any]]:
     """Return the events of the file `path` in the order of writing, without a last line that was cut off."""
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = file.read().split("\n")[:-1]  # what follows the last newline was cut off

@@ -10,8 +10,9 @@ from types import CodeType, FrameType
 _LEARNER_NAMES = ("<cell ", "<stdin>", "<string>", "<ipython-input", "<dynamic-code>")
 _LIBRARY_PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "torchinductor_")
 _LIBRARY_FOLDERS = tuple(
-    str(Path(folder).resolve()) + os.sep
-    for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), Path(__file__).parents[1])
+    str(folder) + os.sep
+    for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), Path(__file__).parents[1])
+    for folder in (path, Path(path).resolve())  # code names its file as it was found, through links or not
 )
 _LONGEST_LINE = 120  # characters of source text that are kept
 
