@@ -1,0 +1,118 @@
+"""Dynamic batching: prompts wait in a bounded queue, and each replica that is free takes as many as fit one batch.
+
+Who computes is not known here: a replica is any function from a batch to its answers, on this rank or another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+log = logging.getLogger("inference_server")
+
+
+class Job(NamedTuple):
+    """One prompt as it travels to a replica."""
+
+    tokens: list[int]
+    new_tokens: int
+
+
+Answers = list[list[int]]
+Replica = Callable[[list[Job]], Answers]
+
+
+class ReplicaLost(Exception):
+    """Raised by a replica that will answer nothing any more."""
+
+
+class Refused(Exception):
+    """A request that is not answered: an HTTP status and the reason."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Batcher:
+    """The queue before the replicas; create and use it inside one event loop. `replicas` are called in threads.
+
+    A batch that raises is answered 500, one whose replica is lost 503, and then all that waits and comes later too.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], *, batch_size: int, max_wait: float, bound: int) -> None:
+        self.served = [0] * len(replicas)  # prompts, by rank
+        self.closed = ""  # why nothing is accepted any more
+        self.ended = asyncio.Event()  # a replica was lost
+        self._size, self._wait, self._bound = batch_size, max_wait, bound
+        self._queue: asyncio.Queue[tuple[Job, asyncio.Future[list[int]]]] = asyncio.Queue()
+        self._turn = asyncio.Lock()  # one replica collects at a time, so that batches fill before they spread
+        self._threads = ThreadPoolExecutor(len(replicas))
+        self._tasks = [asyncio.create_task(self._serve(rank, replica)) for rank, replica in enumerate(replicas)]
+
+    @property
+    def waiting(self) -> int:
+        return self._queue.qsize()
+
+    async def answer(self, jobs: Sequence[Job]) -> Answers:
+        """The continuations, in the order of `jobs`. Raises Refused: 429 where the queue is full, 503, 500."""
+        if self.closed:
+            raise Refused(503, self.closed)
+        if self.waiting + len(jobs) > self._bound:
+            raise Refused(429, f"the queue is full: {self.waiting} prompts wait and {self._bound} may; ask again later")
+        futures = [asyncio.get_running_loop().create_future() for _ in jobs]
+        for job, future in zip(jobs, futures, strict=True):
+            self._queue.put_nowait((job, future))
+        found = await asyncio.gather(*futures, return_exceptions=True)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return found  # type: ignore[return-value]
+
+    async def _serve(self, rank: int, replica: Replica) -> None:
+        while not self.ended.is_set():
+            batch = await self._collect()
+            jobs, futures = [job for job, _ in batch], [future for _, future in batch]
+            try:
+                found = await asyncio.get_running_loop().run_in_executor(self._threads, replica, jobs)
+            except ReplicaLost as loss:
+                self.closed = f"rank {rank} has ended: {loss}"
+                log.error("%s; what waits is answered 503, then the server exits", self.closed)
+                self.ended.set()
+                while not self._queue.empty():
+                    futures.append(self._queue.get_nowait()[1])
+                _fail(futures, Refused(503, self.closed))
+            except Exception as error:
+                log.exception("a batch of %d failed on rank %d", len(batch), rank)
+                _fail(futures, Refused(500, f"rank {rank} failed on this batch: {type(error).__name__}: {error}"))
+            else:
+                self.served[rank] += len(batch)
+                for future, tokens in zip(futures, found, strict=True):
+                    if not future.done():
+                        future.set_result(tokens)
+
+    async def _collect(self) -> list[tuple[Job, asyncio.Future[list[int]]]]:
+        async with self._turn:
+            batch, loop = [await self._queue.get()], asyncio.get_running_loop()
+            until = loop.time() + self._wait
+            while len(batch) < self._size and not self.closed:
+                try:
+                    batch.append(await asyncio.wait_for(self._queue.get(), max(0.0, until - loop.time())))
+                except TimeoutError:
+                    break
+            return batch
+
+    def close(self) -> None:
+        """End the tasks and threads; nothing may wait any more."""
+        for task in self._tasks:
+            task.cancel()
+        self._threads.shutdown(wait=False)
+
+
+def _fail(futures: Sequence[asyncio.Future[list[int]]], reason: Exception) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(reason)

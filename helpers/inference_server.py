@@ -1,0 +1,280 @@
+"""An HTTP server over data-parallel replicas: each rank holds the whole model and answers batches of requests, greedily.
+
+    python -m torch.distributed.run --nproc_per_node=4 helpers/inference_server.py --model_name tiny-ernie \
+        --batch_size 16 --max_length 2048
+
+Rank 0 takes requests on 127.0.0.1, in the form of OpenAI's /v1/completions. They wait in a bounded queue; whenever a replica is
+free it gets up to `batch_size` of them, waiting at most `max_wait` seconds for more once there is one. Batches travel over gloo.
+When a rank ends before it should, what it worked on and what waits is answered 503 and the server exits with code 1. On SIGTERM
+or SIGINT it finishes what it has accepted. If rank 0 itself is killed, connections close and the other ranks end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import datetime
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":  # started by its path: what it imports is the project's, not the files beside it
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field, ValidationError
+
+from helpers import data_parallel, machine, models
+from helpers.batching import Answers, Batcher, Job, Refused, Replica, ReplicaLost
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_BYTES = 2**20  # of a request
+LINGER = 1.0  # seconds in which a server that ends still answers, with 503
+LONG = datetime.timedelta(days=365)  # a replica may wait so long for work
+log = logging.getLogger("inference_server")
+
+
+class Completion(BaseModel, extra="forbid"):
+    """The body of a request; `seed`, `top_p` and `user` change nothing in greedy decoding."""
+
+    model: str
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int = Field(16, ge=1)
+    temperature: float = 0
+    n: int = 1
+    stream: bool = False
+    seed: int | None = None
+    top_p: float | None = None
+    user: str | None = None
+
+
+def application(batcher: Batcher, tokenizer: PreTrainedTokenizerBase, model: str, *, max_length: int, ends: set[int]) -> FastAPI:
+    """The HTTP side. A prompt and its new tokens together are at most `max_length` tokens; `ends` are the ids that end a text."""
+    app = FastAPI(title="data-parallel inference", docs_url=None, redoc_url=None)
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, reason: Refused) -> JSONResponse:
+        kind = "invalid_request_error" if reason.status < 500 else "server_error"
+        return JSONResponse({"error": {"message": str(reason), "type": kind, "code": reason.status}}, reason.status)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        state = {"status": batcher.closed or "ok", "served": batcher.served, "waiting": batcher.waiting}
+        return JSONResponse(state, 503 if batcher.closed else 200)
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": model, "object": "model", "owned_by": "local", "max_model_len": max_length}]}
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> dict[str, Any]:
+        asked = _parse(await _body(request))
+        if asked.model != model:
+            raise Refused(404, f"there is no model {asked.model!r} here; this server has {model!r}")
+        jobs = [Job(tokens, asked.max_tokens) for tokens in _token_rows(asked.prompt, tokenizer)]
+        for job in jobs:
+            _check_job(job, max_length, len(tokenizer))
+        found = await batcher.answer(jobs)
+        texts = tokenizer.batch_decode(found, skip_special_tokens=True)
+        reasons = ["stop" if tokens[-1] in ends else "length" for tokens in found]
+        prompt_tokens, new_tokens = sum(len(job.tokens) for job in jobs), sum(map(len, found))
+        return {
+            "id": f"cmpl-{request.headers.get('x-request-id') or uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [
+                {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+                for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+            ],
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": new_tokens,
+                "total_tokens": prompt_tokens + new_tokens,
+            },
+        }
+
+    return app
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MOST_BYTES:
+            raise Refused(413, f"the request is longer than {MOST_BYTES:,} bytes")
+    return body
+
+
+def _parse(body: bytes) -> Completion:
+    try:
+        asked = Completion.model_validate_json(body)
+    except ValidationError as error:
+        reasons = (f"{'.'.join(map(str, each['loc'])) or 'body'}: {each['msg']}" for each in error.errors())
+        raise Refused(422, "; ".join(dict.fromkeys(reasons))) from None
+    if asked.temperature != 0 or asked.n != 1 or asked.stream:
+        raise Refused(422, "this server decodes greedily and replies in one piece: temperature 0, n 1, stream false")
+    return asked
+
+
+def _token_rows(prompt: str | list[int] | list[str] | list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if not prompt:
+        raise Refused(422, "there is no prompt: give a text, a list of texts, or token ids")
+    if isinstance(prompt, str):
+        return [tokenizer(prompt).input_ids]
+    if isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return [tokenizer(each).input_ids if isinstance(each, str) else each for each in prompt]  # type: ignore[misc]
+
+
+def _check_job(job: Job, max_length: int, vocabulary: int) -> None:
+    length = len(job.tokens)
+    if not length or not all(0 <= token < vocabulary for token in job.tokens):
+        raise Refused(422, f"a prompt of {length} tokens; it needs at least one, and ids from 0 to {vocabulary - 1}")
+    if length + job.new_tokens > max_length:
+        raise Refused(
+            422,
+            f"a prompt of {length:,} tokens and max_tokens {job.new_tokens:,} are more than max_length, {max_length:,} tokens",
+        )
+
+
+async def serve(replicas: Sequence[Replica], options: argparse.Namespace, tokenizer: Any, max_length: int, ends: set[int]) -> int:
+    """Answer requests until SIGTERM, SIGINT or the loss of a replica; the exit code."""
+    batcher = Batcher(replicas, batch_size=options.batch_size, max_wait=options.max_wait, bound=options.queue)
+    app = application(batcher, tokenizer, options.model_name, max_length=max_length, ends=ends)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=options.port, log_level="warning", access_log=False))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    asked_to_end = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, asked_to_end.set)
+
+    async def end() -> None:
+        waits = [asyncio.create_task(event.wait()) for event in (asked_to_end, batcher.ended)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        batcher.closed = batcher.closed or "the server is ending"
+        await asyncio.sleep(LINGER)
+        server.should_exit = True
+
+    ending = asyncio.create_task(end())
+    log.warning("serving %s on http://127.0.0.1:%d with %d replicas", options.model_name, options.port, len(replicas))
+    await server.serve()
+    ending.cancel()
+    batcher.close()
+    return 1 if batcher.ended.is_set() or not server.started else 0
+
+
+def remote(rank: int) -> Replica:
+    """The replica on another rank. A call raises ReplicaLost where that rank has gone, RuntimeError where its batch failed."""
+    import torch.distributed as dist
+
+    def call(jobs: list[Job]) -> Answers:
+        box: list[Any] = [jobs]
+        try:
+            dist.send_object_list(box, dst=rank)
+            dist.recv_object_list(box, src=rank)
+        except RuntimeError as error:
+            raise ReplicaLost(str(error).splitlines()[0]) from None
+        if isinstance(box[0], str):
+            raise RuntimeError(box[0])
+        return box[0]
+
+    return call
+
+
+def follow(replica: Replica) -> int:
+    """Answer the batches that rank 0 sends, until it sends None; the exit code, 1 where rank 0 has gone."""
+    import torch.distributed as dist
+
+    while True:
+        box: list[Any] = [None]
+        try:
+            dist.recv_object_list(box, src=0)
+            if box[0] is None:
+                return 0
+            try:
+                box = [replica(box[0])]
+            except Exception as error:
+                log.exception("a batch failed")
+                box = [f"{type(error).__name__}: {error}"]
+            dist.send_object_list(box, dst=0)
+        except RuntimeError as error:
+            log.error("rank 0 has gone: %s", str(error).splitlines()[0])
+            return 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one rank; torchrun's variables say which. Returns the exit code."""
+    options = _options(arguments)
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    local, here = (int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    logging.basicConfig(format=f"rank {rank}: %(message)s", stream=sys.stderr)
+    if rank:  # rank 0 decides when it is over
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    elif sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG: end with torchrun
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if sys.platform == "linux" else "lo0")
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(max(1, machine.cores() // here))
+    where = machine.placement(here).device
+    model, tokenizer = models.load(
+        options.model_name, weights=options.weights, dtype=options.dtype, device=f"cuda:{local}" if where == "cuda" else "cpu"
+    )
+    max_length = min(options.max_length, model.config.max_position_embeddings)
+
+    def replica(jobs: list[Job]) -> Answers:
+        return data_parallel.complete(model, [job.tokens for job in jobs], [job.new_tokens for job in jobs])
+
+    replica([Job([0], 1)])  # what is set up once is set up before the first request
+    if ranks > 1:
+        dist.init_process_group("gloo", timeout=LONG)
+        dist.barrier()
+    if rank:
+        return follow(replica)
+    end = model.config.eos_token_id
+    replicas = [replica, *map(remote, range(1, ranks))]
+    code = asyncio.run(serve(replicas, options, tokenizer, max_length, set(end) if isinstance(end, list) else {end}))
+    for other in range(1, ranks):
+        with contextlib.suppress(RuntimeError):
+            dist.send_object_list([None], dst=other)
+    return code
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("inference_server", description=(__doc__ or "").split("\n")[0])
+
+    def add(name: str, **settings: Any) -> None:
+        parser.add_argument(f"--{name}", *{f"--{name.replace('_', '-')}"} - {f"--{name}"}, **settings)
+
+    add("model_name", required=True, help="tiny-ernie, ernie-0.3b, owner/name, or a folder")
+    add("batch_size", type=int, default=16, help="prompts in one batch of one rank, at most (default: %(default)s)")
+    add("max_length", type=int, default=2048, help="tokens of a prompt and its continuation, at most (default: %(default)s)")
+    add("max_wait", type=float, default=0.01, help="seconds to wait for a batch to fill up (default: %(default)s)")
+    add("queue", type=int, default=1024, help="prompts that may wait; more are refused with 429 (default: %(default)s)")
+    add("port", type=int, default=8000, help="on 127.0.0.1 (default: %(default)s)")
+    add("weights", choices=("pretrained", "random"), default="pretrained", help="random: the shape without its weights")
+    add("dtype", default=None, help="such as bfloat16 (default: as stored)")
+    options = parser.parse_args(arguments)
+    for name in ("batch_size", "max_length", "queue"):
+        if getattr(options, name) < 1:
+            parser.error(f"{name} is {getattr(options, name)}; it must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Dynamic batching in front of replicas that are plain functions."""
+
+import asyncio
+import threading
+
+import pytest
+
+from helpers.batching import Batcher, Job, Refused, ReplicaLost
+
+
+def echo(jobs):
+    return [job.tokens for job in jobs]
+
+
+def jobs(*numbers):
+    return [Job([number], 1) for number in numbers]
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+def test_answers_come_in_the_order_of_the_question_however_they_were_batched():
+    batches = []
+
+    def replica(batch):
+        batches.append(len(batch))
+        return echo(batch)
+
+    async def work():
+        batcher = Batcher([replica, replica], batch_size=4, max_wait=0.01, bound=100)
+        found = await asyncio.gather(*(batcher.answer(jobs(*range(number, number + 7))) for number in range(0, 70, 7)))
+        batcher.close()
+        return found, sum(batcher.served)
+
+    found, served = run(work())
+    assert found == [[[n] for n in range(number, number + 7)] for number in range(0, 70, 7)]
+    assert served == sum(batches) == 70
+    assert max(batches) <= 4
+
+
+def test_what_waits_together_travels_together_and_a_lone_prompt_does_not_wait_for_ever():
+    batches = []
+
+    def replica(batch):
+        batches.append(len(batch))
+        return echo(batch)
+
+    async def work():
+        batcher = Batcher([replica], batch_size=8, max_wait=0.05, bound=100)
+        await batcher.answer(jobs(*range(20)))
+        await batcher.answer(jobs(1))
+        batcher.close()
+
+    run(work())
+    assert batches == [8, 8, 4, 1]
+
+
+def test_replicas_work_at_the_same_time():
+    both = threading.Barrier(2, timeout=30)  # broken unless two batches are computed together
+
+    def replica(batch):
+        both.wait()
+        return echo(batch)
+
+    async def work():
+        batcher = Batcher([replica, replica], batch_size=1, max_wait=0, bound=10)
+        found = await batcher.answer(jobs(1, 2, 3, 4))
+        batcher.close()
+        return found, batcher.served
+
+    assert run(work()) == ([[1], [2], [3], [4]], [2, 2])
+
+
+def test_a_full_queue_refuses_and_takes_again_when_there_is_room():
+    release = threading.Event()
+
+    def replica(batch):
+        assert release.wait(60)
+        return echo(batch)
+
+    async def work():
+        batcher = Batcher([replica], batch_size=1, max_wait=0, bound=3)
+        first = asyncio.create_task(batcher.answer(jobs(0)))
+        while not batcher._threads._threads:  # until the replica has taken it
+            await asyncio.sleep(0)
+        waiting = asyncio.create_task(batcher.answer(jobs(1, 2, 3)))
+        await asyncio.sleep(0)
+        assert batcher.waiting == 3
+        with pytest.raises(Refused, match="queue is full: 3 prompts wait and 3 may") as refusal:
+            await batcher.answer(jobs(4))
+        release.set()
+        assert await first == [[0]]
+        assert await waiting == [[1], [2], [3]]
+        assert await batcher.answer(jobs(4)) == [[4]]
+        batcher.close()
+        return refusal.value.status
+
+    assert run(work()) == 429
+
+
+def test_a_batch_that_fails_is_answered_500_and_the_next_one_is_computed():
+    def replica(batch):
+        if batch[0].tokens == [13]:
+            raise MemoryError("too large")
+        return echo(batch)
+
+    async def work():
+        batcher = Batcher([replica], batch_size=1, max_wait=0, bound=10)
+        with pytest.raises(Refused, match="rank 0 failed on this batch: MemoryError: too large") as refusal:
+            await batcher.answer(jobs(13))
+        assert await batcher.answer(jobs(14)) == [[14]]
+        batcher.close()
+        return refusal.value.status
+
+    assert run(work()) == 500
+
+
+def test_when_a_replica_is_lost_others_finish_what_they_have_and_the_rest_is_refused():
+    started, release = threading.Event(), threading.Event()
+
+    def survivor(batch):
+        started.set()
+        assert release.wait(60)
+        return echo(batch)
+
+    def lost(batch):
+        assert started.wait(60)
+        raise ReplicaLost("connection closed")
+
+    async def work():
+        batcher = Batcher([survivor, lost], batch_size=1, max_wait=0, bound=10)
+        asked = [asyncio.create_task(batcher.answer(jobs(number))) for number in range(5)]
+        await batcher.ended.wait()
+        with pytest.raises(Refused, match="rank 1 has ended: connection closed"):
+            await batcher.answer(jobs(9))
+        release.set()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        batcher.close()
+        return found
+
+    first, *others = run(work())
+    assert first == [[0]]
+    assert [refusal.status for refusal in others] == [503] * 4
