@@ -1,0 +1,195 @@
+"""Each silent fault, put into a small job, is found and named; healthy jobs raise no alarm."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from helpers import equivalence
+
+ROWS = 24
+FAULTS = {
+    "none": "",
+    "summed": "gradients are off by the factor W = 2",
+    "averaged twice": "gradients are off by the factor 1/W = 1/2",
+    "loss divided by the global count": "gradients are off by the factor 1/W = 1/2",
+    "same samples": "every rank trains on the same samples",
+    "dropped tail": "samples are missed or repeated",
+    "not synchronised": "gradients differ between ranks",
+    "one parameter outside": "gradients differ between ranks",
+    "no_sync around backward": "gradients were exchanged 3 times in one step",
+    "no_sync always": "gradients differ between ranks",
+    "other start": "parameters differ between ranks",
+    "learning rate scaled": "parameters differ although gradients agree",
+    "mean of means": "a mean of means over unequal counts",
+}
+
+
+def job(fault):
+    torch.manual_seed(0)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    data = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))
+    rows = list(range(ROWS))[rank::world]
+    if fault == "mean of means":
+        rows = list(range(ROWS)) if world == 1 else list(range(4)) if rank == 0 else list(range(4, ROWS))
+    if fault == "same samples":
+        rows = list(range(ROWS))[: ROWS // world]
+    if fault == "dropped tail":
+        rows = rows[: -1 if world > 1 else None]
+    if fault == "other start" and rank == 1:
+        torch.manual_seed(5)
+    network = nn.Sequential(nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 1))
+    unwrapped = fault in ("summed", "averaged twice", "not synchronised", "one parameter outside", "other start")
+    model = network if unwrapped else DDP(network)
+    k = 3 if fault.startswith("no_sync") else 1
+    total = 0.0
+    for i in range(k):
+        quiet = (
+            model.no_sync()
+            if fault.startswith("no_sync") and (i < k - 1 or fault.endswith("always"))
+            else contextlib.nullcontext()
+        )
+        part = data[rows[i::k]]
+        with quiet if fault.endswith("always") else contextlib.nullcontext():
+            loss = model(part).square().mean() / k
+        if fault.endswith("count"):
+            loss = loss / world
+        with model.no_sync() if fault.endswith("always") else quiet:
+            loss.backward()
+        total += loss.item()
+    if unwrapped and fault not in ("not synchronised",):
+        for index, parameter in enumerate(network.parameters()):
+            if fault == "one parameter outside" and index == 0:
+                continue
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= {"summed": 1, "averaged twice": world**2}.get(fault, world)
+    if fault == "other start":  # same gradients on all ranks, so only the weights tell
+        for parameter in network.parameters():
+            dist.broadcast(parameter.grad, src=0)
+    rate = 0.1 * (world if fault == "learning rate scaled" else 1)
+    torch.optim.SGD(model.parameters(), lr=rate).step()
+    tokens = len(rows) if fault == "mean of means" else None
+    return equivalence.observe(model, loss=total, samples=rows, tokens=tokens)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_named(fault):
+    comparison = equivalence.compare(job, fault)
+    named = [finding.fault for finding in comparison.findings]
+    if FAULTS[fault]:
+        assert FAULTS[fault] in named, comparison
+    else:
+        assert comparison.equal, comparison
+
+
+def undivided(micro):
+    """A fixed size of micro-batch: more of them on fewer ranks, and the loss is not divided by their number."""
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(8, 1))
+    data = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))[dist.get_rank() :: dist.get_world_size()]
+    pieces = data.split(micro)
+    for number, piece in enumerate(pieces):
+        with model.no_sync() if number < len(pieces) - 1 else contextlib.nullcontext():
+            model(piece).square().mean().backward()
+    return equivalence.observe(model)
+
+
+def test_an_undivided_loss_is_a_constant_factor():
+    (finding,) = equivalence.compare(undivided, 4).findings
+    assert "factor 1/W = 1/2" in finding.fault
+
+
+def epochs(set_epoch, shuffle):
+    torch.manual_seed(0)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    dataset = TensorDataset(torch.arange(ROWS))
+    sampler = DistributedSampler(dataset, num_replicas=world, rank=rank, shuffle=shuffle)
+    seen = []
+    for epoch in range(2):
+        if set_epoch:
+            sampler.set_epoch(epoch)
+        seen.append([int(i) for (batch,) in DataLoader(dataset, batch_size=4, sampler=sampler) for i in batch])
+    model = DDP(nn.Linear(2, 1))
+    model(torch.ones(1, 2)).sum().backward()
+    return equivalence.observe(model, samples=seen)
+
+
+@pytest.mark.parametrize(("set_epoch", "shuffle", "alarm"), [(False, True, True), (True, True, False), (False, False, False)])
+def test_the_same_order_each_epoch(set_epoch, shuffle, alarm):
+    named = [finding.fault for finding in equivalence.compare(epochs, set_epoch, shuffle).findings]
+    assert ("the same order in every epoch" in named) == alarm
+    assert not [name for name in named if "missed" in name]
+
+
+def augmented(with_rank):
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(2, 1))
+    model(torch.ones(1, 2)).sum().backward()
+    draws = torch.rand(4, generator=torch.Generator().manual_seed(7 + with_rank * dist.get_rank()))
+    return equivalence.observe(model, draws=draws)
+
+
+@pytest.mark.parametrize("with_rank", [False, True])
+def test_the_same_augmentation_on_every_rank(with_rank):
+    assert equivalence.compare(augmented, with_rank).equal == with_rank
+
+
+def prepared_by_accelerate():
+    import accelerate
+
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(cpu=True)
+    dataset = TensorDataset(torch.arange(ROWS), torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1)))
+    network = nn.Linear(8, 1)
+    loader = DataLoader(
+        dataset, batch_size=ROWS // accelerator.num_processes, shuffle=True, generator=torch.Generator().manual_seed(3)
+    )
+    model, loader = accelerator.prepare(network, loader)
+    seen = []
+    for _ in range(2):
+        epoch = []
+        for ids, rows in loader:
+            epoch += ids.tolist()
+            network.zero_grad()
+            loss = model(rows).square().mean()
+            accelerator.backward(loss)
+        seen.append(epoch)
+    return equivalence.observe(model, loss=loss, samples=seen)
+
+
+def with_dropout():
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1)))
+    data = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))[dist.get_rank() :: dist.get_world_size()]
+    loss = model(data).square().mean()
+    loss.backward()
+    return equivalence.observe(model, loss=loss)
+
+
+def weighted():
+    torch.manual_seed(0)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = DDP(nn.Linear(8, 1))
+    data = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))
+    rows = list(range(ROWS)) if world == 1 else list(range(4)) if rank == 0 else list(range(4, ROWS))
+    loss = model(data[rows]).square().mean()
+    (loss * world * len(rows) / ROWS).backward()
+    return equivalence.observe(model, loss=loss, tokens=len(rows), samples=rows)
+
+
+@pytest.mark.parametrize("healthy", [prepared_by_accelerate, with_dropout, weighted])
+def test_healthy_jobs_raise_no_alarm(healthy):
+    comparison = equivalence.compare(healthy)
+    assert comparison.equal, comparison
+    assert "do the same" in repr(comparison)
+
+
+def test_what_the_job_must_return():
+    with pytest.raises(TypeError, match=r"must end with return equivalence\.observe"):
+        equivalence.compare(lambda: 3)
+    with pytest.raises(ValueError, match="the smaller first"):
+        equivalence.compare(weighted, ranks=(2, 2))
