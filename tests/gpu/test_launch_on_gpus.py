@@ -49,9 +49,9 @@ def collectives():
     total = torch.full((1024,), float(rank + 1), device=device)
     dist.all_reduce(total)
     gathered = torch.empty(ranks, device=device)
-    dist.all_gather_into_tensor(gathered, torch.tensor([float(rank)], device=device))
+    dist.all_gather_single(gathered, torch.tensor([float(rank)], device=device))
     part = torch.empty(1, device=device)
-    dist.reduce_scatter_tensor(part, torch.arange(ranks, dtype=torch.float32, device=device))
+    dist.reduce_scatter_single(part, torch.arange(ranks, dtype=torch.float32, device=device))
     return total.unique().tolist(), gathered.tolist(), part.item()
 
 
@@ -67,7 +67,7 @@ def train():
         optimiser.zero_grad()
         model(torch.rand(8, 64, device=machine.device())).square().mean().backward()
         optimiser.step()
-    return sum(float(parameter.sum()) for parameter in model.parameters())
+    return sum(float(parameter.detach().sum()) for parameter in model.parameters())
 
 
 def sees_a_gpu():
