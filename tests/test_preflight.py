@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -233,16 +232,15 @@ def test_checks_run_at_the_same_time_in_order_and_survive_silence_and_errors():
         raise KeyError("no such file")
 
     def silent():
-        never.wait(60)
+        never.wait()
         return Check("silent", "ok", "")
 
-    before = time.monotonic()
-    found = preflight.checks([silent, first, second, broken], seconds=2)
-    assert time.monotonic() - before < 30
+    assert [check.meaning for check in preflight.checks([silent], seconds=0.2)] == ["no answer within 0.2 s"]
     never.set()
-    assert [check.state for check in found] == ["warn", "ok", "ok", "warn"]
-    assert found[0].meaning == "no answer within 2 s"
-    assert "KeyError" in found[3].meaning
+    found = preflight.checks([first, second, broken], seconds=60)
+    assert [check.name for check in found] == ["first", "second", "broken"]
+    assert [check.state for check in found] == ["ok", "ok", "warn"]
+    assert "KeyError" in found[2].meaning
 
 
 @pytest.mark.parametrize(("states", "code"), [(["ok", "warn"], 0), (["ok", "fail"], 1)])
