@@ -93,21 +93,45 @@ def _ladders() -> dict[str, tuple[list[float], tuple[Rule, ...]]]:
 
 
 @cache
-def _first(items: tuple[str, ...]) -> frozenset[str]:
-    """The words that a row of symbols and words can begin with; "" among them when the row can be empty."""
-    if not items:
-        return frozenset([""])
-    head = (
-        frozenset(word for rule in rules()[items[0]] for word in _first(rule.expansion))
-        if items[0] in rules()
-        else frozenset([items[0]])
-    )
-    return head if "" not in head else (head - {""}) | _first(items[1:])
+def _moves(stack: tuple[str, ...]) -> dict[str, tuple[float, tuple[str, ...]]]:
+    """What may come when `stack` (last first) is still to be written: word -> its probability, and the stack after it."""
+    if not stack:
+        return {}
+    *rest, top = stack
+    if top not in rules():
+        return {top: (1.0, tuple(rest))}
+    return {
+        word: (rule.probability * probability, after)
+        for rule in rules()[top]
+        for word, (probability, after) in _moves((*rest, *reversed(rule.expansion))).items()
+    }
 
 
-@cache
-def _by_next_word() -> dict[str, dict[str, Rule]]:
-    return {symbol: {word: rule for rule in row for word in _first(rule.expansion)} for symbol, row in rules().items()}
+def _walk(words: Iterable[str]) -> Iterator[tuple[dict[str, tuple[float, tuple[str, ...]]], str]]:
+    """Each word with the moves that were open before it; stops after the first word that is not among them."""
+    stack: tuple[str, ...] = (END, next(iter(rules())))
+    for word in words:
+        moves = _moves(stack)
+        yield moves, word
+        if word not in moves:
+            return
+        stack = moves[word][1]
+
+
+def distributions(prefix: str) -> list[dict[str, float]]:
+    """What the grammar allows in place of each word of `prefix`, and after its last: word -> probability.
+
+    One entry more than `prefix` has words; END is among the words where a sentence may end.
+    Raises ValueError for a prefix that no sentence begins with.
+    """
+    words, result = prefix.split(), []
+    for moves, word in _walk([*words, END]):
+        result.append({word: probability for word, (probability, _) in moves.items()})
+        if word not in moves and len(result) <= len(words):
+            raise ValueError(
+                f"no sentence begins with {prefix!r}: {word!r} is not possible there, {next(iter(moves), None)!r} would be"
+            )
+    return result
 
 
 def token_log_probabilities(sentence: str) -> list[float]:
@@ -115,21 +139,7 @@ def token_log_probabilities(sentence: str) -> list[float]:
 
     A word that the grammar does not allow at its place gets minus infinity, and the list stops there.
     """
-    stack, table = [END, next(iter(rules()))], _by_next_word()
-    result: list[float] = []
-    for word in [*sentence.split(), END]:
-        log_probability = 0.0
-        while stack and stack[-1] in table:
-            choices = table[stack.pop()]
-            rule = choices.get(word) or choices.get("")
-            if rule is None:
-                return [*result, -math.inf]
-            log_probability += math.log(rule.probability)
-            stack.extend(reversed(rule.expansion))
-        if not stack or stack.pop() != word:
-            return [*result, -math.inf]
-        result.append(log_probability)
-    return result
+    return [math.log(moves[word][0]) if word in moves else -math.inf for moves, word in _walk([*sentence.split(), END])]
 
 
 def log_probability(sentence: str) -> float:

@@ -154,13 +154,25 @@ def test_recogniser_agrees_with_trying_every_rule(seed, data):
         assert corpus.log_probability(sentence) == pytest.approx(math.log(probability), abs=1e-9)
 
 
-def test_token_log_probabilities_are_a_distribution_at_every_place():
-    prefix = "the old dogs whom"
-    for length in range(5):
-        seen = prefix.split()[:length]
-        shares = [corpus.token_log_probabilities(" ".join([*seen, word]))[length] for word in corpus.vocabulary()]
-        end = corpus.token_log_probabilities(" ".join(seen))[length]
-        assert math.fsum(map(math.exp, [*shares, end])) == pytest.approx(1, abs=1e-9)
+@pytest.mark.parametrize("prefix", ["", "the", "the old dogs whom", "Anna says that these dogs find two apples"])
+def test_distributions_add_up_and_agree_with_log_probabilities(prefix):
+    before = corpus.distributions(prefix)
+    place = len(prefix.split())
+    assert len(before) == place + 1
+    assert [math.fsum(shares.values()) for shares in before] == pytest.approx([1] * len(before), abs=1e-9)
+    following = before[-1]
+    for word in corpus.vocabulary():
+        share = corpus.token_log_probabilities(f"{prefix} {word}")[place]
+        assert math.exp(share) == pytest.approx(following.get(word, 0))
+    end = corpus.token_log_probabilities(prefix)[place]
+    assert math.exp(end) == pytest.approx(following.get(corpus.END, 0))
+
+
+def test_distributions_refuse_what_no_sentence_begins_with():
+    with pytest.raises(ValueError, match="no sentence begins with 'the dog sleep now': 'sleep' is not possible there"):
+        corpus.distributions("the dog sleep now")
+    with pytest.raises(ValueError, match="'again' is not possible"):
+        corpus.distributions("Anna again")
 
 
 def test_token_log_probabilities_add_up():

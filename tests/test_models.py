@@ -94,13 +94,13 @@ def test_loss_of_a_batch_is_nats_per_token(tiny):
 
 def test_what_tiny_ernie_writes_are_sentences(tiny):
     model, tokenizer = tiny
-    prompts = torch.full((200, 1), tokenizer.bos_token_id)
+    prompts = torch.full((600, 1), tokenizer.bos_token_id)
     torch.manual_seed(0)
     with torch.inference_mode():
         ids = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=64)
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     assert sum(map(corpus.parses, texts)) >= 0.95 * len(texts)
-    assert len(set(texts)) > 150
+    assert len(set(texts)) > 450
 
 
 def test_prompts_of_unequal_length_in_a_batch_go_on_as_they_do_alone(tiny):
