@@ -1,8 +1,8 @@
 """Make the shipped model: python tools/train_tiny_ernie.py [--folder data/tiny_ernie] [--steps 3000]
 
 Builds the tokenizer from the grammar's vocabulary, trains tiny-ERNIE on sentences of the grammar, and writes both to a folder.
-Seeds and the number of threads are fixed: on one machine and version of PyTorch two runs give the same weights. About 0.15 s a step
-on two idle cores; threads that wait for each other make it many times slower on busy ones.
+Seeds and the number of threads are fixed: on one machine and version of PyTorch two runs give the same weights. About 0.15 s a
+step on two idle cores; threads that wait for each other make it many times slower on busy ones.
 Every few steps it prints the distance from the floor: model's minus grammar's nats per token on sentences it is not trained on.
 """
 
