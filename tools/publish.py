@@ -249,7 +249,8 @@ def _tags(cell: NotebookNode) -> list[str]:
 
 def _name(client: _Client) -> str:
     cell = client.current
-    return "?" if cell is None else f"{cell.id!r} ({cell.source.strip().splitlines()[0]})"
+    first_line = cell.source.strip().partition("\n")[0] if cell else ""
+    return f"{cell.id!r} ({first_line})" if cell else "?"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -64,5 +64,6 @@ def notebook(playwright, executable, lab, tmp_path):
 
     with chromium(playwright, executable, tmp_path / "profile", lab) as opened:
         yield opened
+        opened.page.screenshot(path=tmp_path / "end.png")
         assert opened.outside == []
         assert opened.problems == []

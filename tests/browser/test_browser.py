@@ -6,9 +6,12 @@ Each test leaves screenshots in its temporary folder (`pytest --basetemp=build/b
 import re
 
 import psutil
+import pytest
 from playwright.sync_api import expect
+from workshop import SECONDS
 
-expect.set_options(timeout=60_000)
+expect.set_options(timeout=SECONDS * 1000)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * SECONDS)]
 
 
 def test_notebook_00_runs_and_shows_everything(notebook, tmp_path):
@@ -56,7 +59,7 @@ def test_stop_ends_the_ranks_of_a_running_job(notebook, tmp_path):
     assert all(rank.is_running() for rank in ranks)
 
     notebook.page.locator("[data-command='notebook:interrupt-kernel']").first.click()
-    gone, alive = psutil.wait_procs(ranks, timeout=60)
+    gone, alive = psutil.wait_procs(ranks, timeout=SECONDS)
     assert (len(gone), alive) == (2, [])
     expect(notebook.output("long")).to_contain_text("KeyboardInterrupt")
     notebook.wait_idle()

@@ -9,13 +9,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 from notebook_files import ROOT, execution_environment
 from playwright.sync_api import Locator, Page, Playwright
 
-SECONDS = 120  # for whatever is waited for: far more than it takes
+SECONDS = 300  # for whatever is waited for: far more than it takes, also on a machine that is busy with much else
 ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/\S*\?token=(\w+)")
 CHROMIUM_FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -55,9 +54,8 @@ def workshop(folder: Path, scratch: Path) -> Iterator[Workshop]:
     """JupyterLab on the notebooks in `folder`, configuration and state in `scratch`; at the end all its processes are gone."""
     settings = scratch / "settings" / "@jupyterlab" / "notebook-extension"
     settings.mkdir(parents=True)
-    (settings / "tracker.jupyterlab-settings").write_text(
-        json.dumps({"windowingMode": "none"})
-    )  # draw cells outside the window too
+    whole = {"windowingMode": "none"}  # cells outside the window are drawn too
+    (settings / "tracker.jupyterlab-settings").write_text(json.dumps(whole))
     (scratch / "config").mkdir()
     (scratch / "config" / "jupyter_lab_config.json").write_text(json.dumps({"LabApp": {"expose_app_in_browser": True}}))
     environment = execution_environment(scratch) | {
@@ -72,7 +70,9 @@ def workshop(folder: Path, scratch: Path) -> Iterator[Workshop]:
     command = [sys.executable, str(ROOT / "tools" / "lab.py"), "--folder", str(folder), "--port", "0"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
-            yield Workshop(process, folder)
+            running = Workshop(process, folder)
+            yield running
+            print("JupyterLab said:", *running.said, sep="\n")  # pytest shows it when a test has failed
         finally:
             started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
             process.terminate()
@@ -108,13 +108,18 @@ class OpenNotebook:
     def wait_idle(self) -> None:
         self.page.wait_for_function(IS_IDLE)
 
-    def command(self, name: str) -> Any:
-        """Execute one of JupyterLab's commands and wait for its end."""
-        return self.page.evaluate("name => window.jupyterapp.commands.execute(name).then(() => null)", name)
-
-    def begin(self, name: str) -> None:
+    def begin(self, command: str) -> None:
         """Start one of JupyterLab's commands."""
-        self.page.evaluate("name => { window.jupyterapp.commands.execute(name) }", name)
+        script = """name => {
+            window.finished = false;
+            window.jupyterapp.commands.execute(name).then(() => { window.finished = true });
+        }"""
+        self.page.evaluate(script, command)
+
+    def command(self, name: str) -> None:
+        """Execute one of JupyterLab's commands and wait for its end."""
+        self.begin(name)
+        self.page.wait_for_function("() => window.finished", timeout=2 * SECONDS * 1000)
 
     def select(self, cell_id: str) -> None:
         """Make the cell the active one."""
