@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENC
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < seconds, f"within {seconds} s: {what}"
-        time.sleep(0.005)
+        time.sleep(0.02)
     return time.monotonic() - begin
 
 
@@ -53,16 +54,16 @@ def folders_of(pid: int) -> list[str]:
     return [path for base in (tempfile.gettempdir(), "/dev/shm") for path in glob.glob(f"{base}/helpers-*-{pid}-*")]
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """Processes whose environment holds MARK=`mark`, wherever they have gone in the process tree."""
+def working_in(folder: str | os.PathLike[str]) -> list[int]:
+    """Processes whose working directory is `folder`, wherever in the process tree: a job's, if it was launched from there."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("MARK") == mark and running(process):
-                found.append(process)
+            if process.cwd() == os.path.realpath(folder) and running(process):
+                found.append(process.pid)
         except psutil.Error:
             continue
-    return found
+    return [pid for pid in found if pid != os.getpid()]
 
 
 class Reply:
@@ -86,11 +87,15 @@ class Kernel:
         self.client.start_channels()
         self.client.wait_for_ready(timeout=PATIENCE)
         self.pid = psutil.Process(self._manager.provisioner.process.pid).pid  # type: ignore[union-attr]
-        self.run("from helpers import *")
+        self.run("from helpers import LaunchError, RankDied, RankFailed, RanksHung, launch")
 
     def start(self, code: str) -> str:
-        """Begin to execute a cell; returns the id to `finish` it with."""
-        return self.client.execute(code, store_history=True)
+        """Begin to execute a cell; returns the id to `finish` it with once it runs: earlier interrupts would be lost."""
+        execution = self.client.execute(code, store_history=True)
+        while True:
+            message = self.client.get_iopub_msg(timeout=PATIENCE)
+            if (message["parent_header"].get("msg_id"), message["msg_type"]) == (execution, "execute_input"):
+                return execution
 
     def finish(self, execution: str, seconds: float = PATIENCE, printed: Callable[[str], object] = lambda text: None) -> Reply:
         """Wait for the end of a cell; `printed` is called with what it has printed so far whenever that grows."""
@@ -119,11 +124,11 @@ class Kernel:
 
     def interrupt(self) -> None:
         """As the ■ button does."""
-        self._manager.interrupt_kernel()
+        os.killpg(os.getpgid(self.pid), signal.SIGINT)
 
     def kill(self) -> None:
         """As the system does when memory runs out."""
-        os.kill(self.pid, 9)
+        os.kill(self.pid, signal.SIGKILL)
 
     def warm(self) -> psutil.Process:
         """Its warm process; it has one from the import of `helpers` on."""

@@ -6,8 +6,10 @@ import ast
 import base64
 import builtins
 import inspect
+import linecache
 import os
 import pickle
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterator
@@ -56,10 +58,13 @@ def export_job(fn: Callable[..., Any], *args: Any, path: str | os.PathLike[str],
         _add(name, value, parts)
     call = ", ".join([f"argument_{i}" for i in range(len(args))] + [f"{name}=argument_{name}" for name in kwargs])
     imports = sorted({part for part in parts.values() if part.startswith(("import ", "from "))} | set(_NEEDED))
-    others = [part for part in parts.values() if not part.startswith(("import ", "from "))]
-    text = f'"""A notebook\'s job: torchrun --nproc-per-node 2 {Path(path).name}"""\n\n' + "\n".join(imports) + "\n\n"
-    for part in others:
-        text += f"\n\n{part}\n" if "\n" in part else f"{part}\n"
+    text = f'"""A notebook\'s job: torchrun --nproc-per-node 2 {Path(path).name}"""\n\n' + "\n".join(imports) + "\n"
+    before = ""
+    for part in parts.values():  # in this order: what a definition needs stands above it
+        if not part.startswith(("import ", "from ")):
+            alone = part.startswith(("def ", "class ", "@")), before.startswith(("def ", "class ", "@"))
+            text += ("\n\n" if any(alone) else "\n" if not before else "") + part + "\n"
+            before = part
     Path(path).write_text(text + _MAIN.format(call=f"{fn.__name__}({call})"), encoding="utf-8")
     return Path(path)
 
@@ -93,10 +98,23 @@ def _add(name: str, value: Any, parts: dict[str, str]) -> None:
 
 
 def _source(value: Any) -> str:
+    if isinstance(value, type):
+        return _class_source(value)
     try:
         return textwrap.dedent(inspect.getsource(value)).rstrip()
     except (OSError, TypeError):
         raise TypeError(f"{value!r} has no source that could be written into a script") from None
+
+
+def _class_source(value: type) -> str:
+    """The class statement; `inspect` does not find those of notebook cells, their methods know the cell."""
+    for method in filter(_is_function, vars(value).values()):
+        text = "".join(linecache.getlines(method.__code__.co_filename))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and node.name == value.__name__:
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
+    raise TypeError(f"the source of class {value.__name__} was not found: a class needs a method of its own to be exported")
 
 
 def _write(name: str, text: str, parts: dict[str, str]) -> None:
@@ -121,18 +139,24 @@ def _value(name: str, value: Any) -> str:
 
 def _used(value: Any) -> Iterator[tuple[str, Any]]:
     """The globals and closure variables that a function or class of the notebook refers to, by name."""
-    functions = [value] if isinstance(value, types.FunctionType) else [f for f in vars(value).values() if _is_function(f)]
-    if isinstance(value, type):
-        for base in value.__bases__:
-            if base is not object:
-                yield base.__name__, base
-    for function in map(inspect.unwrap, functions):
-        closure = inspect.getclosurevars(function).nonlocals
-        for name in _names(function.__code__):
-            if name in closure:
-                yield name, closure[name]
-            elif name in function.__globals__ and not hasattr(builtins, name):
-                yield name, function.__globals__[name]
+    functions = [value] if isinstance(value, types.FunctionType) else list(filter(_is_function, vars(value).values()))
+    functions = [inspect.unwrap(function) for function in functions]
+    namespace = dict(functions[0].__globals__) if functions else vars(sys.modules[value.__module__])
+    for function in functions:
+        namespace |= inspect.getclosurevars(function).nonlocals
+    names = [name for function in functions for name in _names(function.__code__)]
+    names += [node.id for node in _outside_bodies(ast.parse(_source(value)).body[0]) if isinstance(node, ast.Name)]
+    for name in dict.fromkeys(names):
+        if name in namespace and not hasattr(builtins, name):
+            yield name, namespace[name]
+
+
+def _outside_bodies(node: ast.AST) -> Iterator[ast.AST]:
+    """What is evaluated when the definition is: bases, decorators, defaults, annotations, statements of a class."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(node, ast.FunctionDef) and child in node.body):
+            yield from _outside_bodies(child)
 
 
 def _is_function(value: Any) -> bool:

@@ -60,7 +60,8 @@ def _raise_failed(job: Job, run: Run) -> NoReturn:
         odd = waits.odd_one_out(row)
         at_fault = number if odd is None else odd
     elif report["lost_peer"]:
-        gone = (waits.waited_for(run.collectives) - reports.keys()) or (set(range(run.ranks)) - reports.keys())
+        waiting = {n: c for n, c in waits.in_flight(run.collectives).items() if n in reports}
+        gone = waits.waited_for(run.collectives, waiting) or (set(range(run.ranks)) - reports.keys())
         at_fault = min(gone) if len(gone) == 1 else None
         what = (
             f"\n{_those(gone).capitalize()} closed the connection before {job.name} had returned on every rank." if gone else ""
@@ -129,7 +130,7 @@ def _raise_hung(job: Job, run: Run, hung: dict[str, Any]) -> NoReturn:
         missing = {number for number in range(run.ranks) if job.started[number] is None}
         message = f"{_those(missing)} did not join the process group"
     else:
-        missing = (waits.waited_for(run.collectives) - blocked) or (stuck - blocked)
+        missing = (waits.waited_for(run.collectives, waiting) - blocked) or (stuck - blocked)
         if not (missing or run.collectives):  # nothing was recorded: those who have left are missing
             missing = set(range(run.ranks)) - stuck
         message = f"{job.name} did not return on {_those(stuck)} within {job.request['timeout']:g} s"

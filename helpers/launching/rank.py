@@ -85,8 +85,7 @@ def main(request: dict[str, Any], rank: int, events: int, wait_for_release: Call
             ended = time.perf_counter()
         _leave_value(request, rank, value)
         _flush()
-        imported = [name for name in request["ask_for"] if name in sys.modules]
-        wire.send(events, {"event": "finished", "rank": rank, "time": ended, "imported": imported})
+        wire.send(events, {"event": "finished", "rank": rank, "time": ended, "imported": _imported(request)})
         wait_for_release()  # when every rank has finished: until then this rank's group stays alive
         _leave_group()
         code = 0
@@ -95,6 +94,7 @@ def main(request: dict[str, Any], rank: int, events: int, wait_for_release: Call
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException as error:
         _leave_error(request, rank, error)
+        wire.send(events, {"event": "raised", "rank": rank, "imported": _imported(request)})
         code = 1
     _flush()
     return code
@@ -176,6 +176,11 @@ def _synchronise_gpu() -> None:
     torch = sys.modules["torch"]
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # `seconds` ends when the work does, not when it was queued
+
+
+def _imported(request: dict[str, Any]) -> list[str]:
+    """What the warm process might have had for this job, and will have for the next one."""
+    return [name for name in request["ask_for"] if name in sys.modules]
 
 
 def _leave_value(request: dict[str, Any], rank: int, value: Any) -> None:

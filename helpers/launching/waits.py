@@ -55,26 +55,26 @@ def _channel(collective: Collective) -> tuple[Any, ...]:
 
 
 def in_flight(collectives: Iterable[Collective]) -> dict[int, Collective]:
-    """rank -> the operation it waits in.
+    """rank -> the operation it waits in, if it waits.
 
     That is the one it is known to block on. Else, because the end of an operation is not always known, the first without an end
-    to which another member has not come, or has come with something else.
+    to which another member has not come, or has come with something else; a send, which need not wait for its receive, last.
     """
     meetings = _Meetings(collectives)
     waiting: dict[int, Collective] = {}
     for rank, own in meetings.by_rank.items():
         unfinished = [c for c in own if c.end is None]
         blocked = [c for c in unfinished if c.waited_from is not None]
-        unmet = (c for c in unfinished if meetings.missing(c) or _differ(meetings.row(c)))
-        found = blocked[-1] if blocked else next(unmet, None)
-        if found is not None:
-            waiting[rank] = found
+        unmet = [c for c in unfinished if meetings.missing(c) or _differ(meetings.row(c))]
+        candidates = blocked[-1:] or sorted(unmet, key=lambda c: c.op == "send")
+        if candidates:
+            waiting[rank] = candidates[0]
     return waiting
 
 
-def waited_for(collectives: Sequence[Collective]) -> set[int]:
-    """Ranks that others wait for while they themselves wait for nobody; empty where all wait for each other."""
-    waiting, meetings = in_flight(collectives), _Meetings(collectives)
+def waited_for(collectives: Sequence[Collective], waiting: dict[int, Collective]) -> set[int]:
+    """Ranks that those `waiting` wait for while they themselves wait for nobody; empty where all wait for each other."""
+    meetings = _Meetings(collectives)
     return set().union(*(meetings.missing(collective) for collective in waiting.values())) - waiting.keys()
 
 
