@@ -17,7 +17,7 @@ from .kernels import Kernel
 from .processes import gone_within
 
 TELL_LIMIT, CLEAN_LIMIT = 1.0, 3.0  # seconds required
-GIVE_UP = 30.0  # seconds after which a benchmark stops waiting
+GIVE_UP = 120.0  # seconds after which a benchmark stops waiting
 
 FAULTS = {  # what rank 1 does while rank 0 sits in a collective -> (statement, the error's name)
     "raises": ("raise ValueError('on purpose')", "RankFailed"),

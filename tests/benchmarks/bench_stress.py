@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
+from typing import TYPE_CHECKING
 
-from .framework import Findings, Row, benchmark, shown
-from .kernels import ROOT, environment_of_a_learner
+from .framework import Findings, Row, at_most, benchmark, shown
 
-LIMIT = 3600.0  # seconds
-LINES = 12  # of its report that are kept
+if TYPE_CHECKING:
+    from tests.stress_launch import Outcome
+
+FAULTS, INTERRUPTS = 40, 20  # for each repeat: 200 and 100 in all by default
+TELL_LIMIT, CLEAN_LIMIT = 1.0, 3.0  # seconds required
 
 
 @benchmark
-def faults_and_interrupts(repeats: int) -> Findings:
-    """200 faulted launches, all kinds mixed, and 100 interrupts at random moments, once each."""
-    begin = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.stress_launch"],
-        cwd=ROOT,
-        env=environment_of_a_learner(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT,
-    )
-    return Findings(
-        [Row("all of them", (time.perf_counter() - begin,))],
-        [shown("the right rank each time, the next launch works, nothing is left", done.returncode == 0)],
-        "Faults and interrupts at random moments",
-        done.stdout.splitlines()[-LINES:],
-    )
+def faults(repeats: int) -> Findings:
+    """200 jobs that fail, every kind of fault mixed: the right rank each time, within a second, nothing left."""
+    from tests import stress_launch
+
+    return _findings(stress_launch.faulted_runs(FAULTS * repeats), "from the fault to its error", TELL_LIMIT)
+
+
+@benchmark
+def interrupts(repeats: int) -> Findings:
+    """100 interrupts at random moments: no rank left within 3 s, the next launch works, later cells can be interrupted."""
+    from tests import stress_launch
+
+    return _findings(stress_launch.interrupts(INTERRUPTS * repeats), "from the interrupt until all is over", CLEAN_LIMIT)
+
+
+def _findings(outcome: Outcome, what: str, limit: float) -> Findings:
+    row = Row(what, tuple(outcome.seconds))
+    said = f"{outcome.right} of {outcome.runs} as they should be"
+    claims = [
+        shown(said, outcome.right == outcome.runs > 0),
+        at_most("the slowest", max(row.samples, default=float("nan")), limit, "s"),
+    ]
+    return Findings([row], claims, said, outcome.wrong)
