@@ -59,6 +59,10 @@ class Notebook:
     def code(self) -> list[NotebookNode]:
         return [cell for cell in self.content.cells if cell.cell_type == "code"]
 
+    @property
+    def executed(self) -> list[NotebookNode]:
+        return [cell for cell in self.code if cell.execution_count is not None]
+
 
 Messages = Iterator[tuple[NotebookNode | None, str]]
 RULES: list[Callable[[Notebook], Messages]] = []
@@ -150,7 +154,7 @@ def tags(notebook: Notebook) -> Messages:
 @rule
 def compared_outputs(notebook: Notebook) -> Messages:
     """A compared cell has something to compare; a planned error has happened and is compared."""
-    for cell in notebook.code:
+    for cell in notebook.executed:
         own = cell.metadata.get("tags", [])
         if "nbval-check-output" in own and not cell.outputs:
             yield cell, f"tagged nbval-check-output but without stored output nothing is compared: {PUBLISH}, or print something"
@@ -196,12 +200,12 @@ def _python(cell: NotebookNode) -> ast.Module:
 @rule
 def outputs_present(notebook: Notebook) -> Messages:
     """What is committed is what the code gives: executed in order, from exactly this source, with its outputs."""
-    executed = [cell for cell in notebook.code if cell.source.strip()]
-    if [cell.execution_count for cell in executed] != list(range(1, len(executed) + 1)):
+    counts = [cell.execution_count for cell in notebook.code if cell.source.strip()]
+    if counts != list(range(1, len(counts) + 1)):
         yield None, f"its cells were not executed once each from top to bottom: {PUBLISH}"
     elif notebook.content.metadata.get("published_sources") != sources_hash(notebook.content):
         yield None, f"its code has changed since its outputs were stored: {PUBLISH}"
-    for cell in executed:
+    for cell in notebook.executed:
         if not cell.outputs and _prints(cell):
             yield cell, f"prints, but has no stored output: {PUBLISH}"
 
