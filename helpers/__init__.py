@@ -17,12 +17,13 @@ _FROM = {  # public name -> module that defines it; a module's own name stands f
     "Run": "launching",
     "launch": "launching",
     "check": "exercises",
+    "export_job": "launching.export",
     "hint": "exercises",
     "progress": "exercises",
     "solution": "exercises",
     "verdict": "claims",
 }
-_MODULES = ("claims", "exercises", "hardware", "launching", "machine", "measuring", "models", "plots", "predict", "widgets")
+_MODULES = ("claims", "corpus", "equivalence", "exercises", "hardware", "launching", "machine", "measuring", "models", "plots", "predict", "widgets")
 
 __all__ = sorted([*_FROM, *_MODULES])
 

@@ -23,7 +23,10 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PUBLIC = {
     "check",
     "claims",
+    "corpus",
+    "equivalence",
     "exercises",
+    "export_job",
     "hardware",
     "hint",
     "launch",

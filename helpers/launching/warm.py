@@ -35,7 +35,9 @@ LATER = (  # imported one by one when nothing is asked for, or after the first j
     "torch.utils.data",
     "transformers.models.ernie4_5.modeling_ernie4_5",
     "accelerate",
+    "transformers.models.auto.tokenization_auto",
     "helpers.models",
+    "helpers.corpus",
 )
 IDLE = 0.3  # seconds without a request before the next of LATER is imported
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
