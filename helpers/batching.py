@@ -44,6 +44,7 @@ class Batcher:
     """
 
     def __init__(self, replicas: Sequence[Replica], *, batch_size: int, max_wait: float, bound: int) -> None:
+        self.accepted = 0  # prompts
         self.served = [0] * len(replicas)  # prompts, by rank
         self.closed = ""  # why nothing is accepted any more
         self.ended = asyncio.Event()  # a replica was lost
@@ -63,6 +64,7 @@ class Batcher:
             raise Refused(503, self.closed)
         if self.waiting + len(jobs) > self._bound:
             raise Refused(429, f"the queue is full: {self.waiting} prompts wait and {self._bound} may; ask again later")
+        self.accepted += len(jobs)
         futures = [asyncio.get_running_loop().create_future() for _ in jobs]
         for job, future in zip(jobs, futures, strict=True):
             self._queue.put_nowait((job, future))
@@ -79,11 +81,9 @@ class Batcher:
             try:
                 found = await asyncio.get_running_loop().run_in_executor(self._threads, replica, jobs)
             except ReplicaLost as loss:
-                self.closed = f"rank {rank} has ended: {loss}"
+                self.refuse(f"rank {rank} has ended: {loss}")
                 log.error("%s; what waits is answered 503, then the server exits", self.closed)
                 self.ended.set()
-                while not self._queue.empty():
-                    futures.append(self._queue.get_nowait()[1])
                 _fail(futures, Refused(503, self.closed))
             except Exception as error:
                 log.exception("a batch of %d failed on rank %d", len(batch), rank)
@@ -104,6 +104,12 @@ class Batcher:
                 except TimeoutError:
                     break
             return batch
+
+    def refuse(self, reason: str) -> None:
+        """Answer 503 to what waits and to what comes from now on."""
+        self.closed = reason
+        while not self._queue.empty():
+            _fail([self._queue.get_nowait()[1]], Refused(503, reason))
 
     def close(self) -> None:
         """End the tasks and threads; nothing may wait any more."""

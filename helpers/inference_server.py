@@ -6,7 +6,8 @@
 Rank 0 takes requests on 127.0.0.1, in the form of OpenAI's /v1/completions. They wait in a bounded queue; whenever a replica is
 free it gets up to `batch_size` of them, waiting at most `max_wait` seconds for more once there is one. Batches travel over gloo.
 When a rank ends before it should, what it worked on and what waits is answered 503 and the server exits with code 1. On SIGTERM
-or SIGINT it finishes what it has accepted. If rank 0 itself is killed, connections close and the other ranks end.
+or SIGINT it finishes what it has accepted; what still waits after 20 seconds is answered 503. If rank 0 itself is killed,
+connections close and the other ranks end.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**20  # of a request
 LINGER = 1.0  # seconds in which a server that ends still answers, with 503
+DRAIN = 20.0  # seconds for what it has accepted; torchrun kills its ranks 30 seconds after the signal
 LONG = datetime.timedelta(days=365)  # a replica may wait so long for work
 log = logging.getLogger("inference_server")
 
@@ -71,7 +73,8 @@ def application(batcher: Batcher, tokenizer: PreTrainedTokenizerBase, model: str
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        state = {"status": batcher.closed or "ok", "served": batcher.served, "waiting": batcher.waiting}
+        counts = {"accepted": batcher.accepted, "waiting": batcher.waiting, "served": batcher.served}
+        state = {"status": batcher.closed or "ok", **counts}
         return JSONResponse(state, 503 if batcher.closed else 200)
 
     @app.get("/v1/models")
@@ -166,6 +169,8 @@ async def serve(replicas: Sequence[Replica], options: argparse.Namespace, tokeni
         batcher.closed = batcher.closed or "the server is ending"
         await asyncio.sleep(LINGER)
         server.should_exit = True
+        await asyncio.sleep(DRAIN)
+        batcher.refuse("the server is ending, and time was up before this request had its turn")
 
     ending = asyncio.create_task(end())
     log.warning("serving %s on http://127.0.0.1:%d with %d replicas", options.model_name, options.port, len(replicas))

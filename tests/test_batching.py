@@ -142,3 +142,26 @@ def test_when_a_replica_is_lost_others_finish_what_they_have_and_the_rest_is_ref
     first, *others = run(work())
     assert first == [[0]]
     assert [refusal.status for refusal in others] == [503] * 4
+
+
+def test_time_is_up_for_what_waits_but_not_for_what_is_computed():
+    started, release = threading.Event(), threading.Event()
+
+    def replica(batch):
+        started.set()
+        assert release.wait(60)
+        return echo(batch)
+
+    async def work():
+        batcher = Batcher([replica], batch_size=1, max_wait=0, bound=10)
+        asked = [asyncio.create_task(batcher.answer(jobs(number))) for number in range(3)]
+        await asyncio.to_thread(started.wait, 60)
+        batcher.refuse("ending")
+        release.set()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        batcher.close()
+        return found
+
+    first, *others = run(work())
+    assert first == [[0]]
+    assert [(refusal.status, str(refusal)) for refusal in others] == [(503, "ending")] * 2

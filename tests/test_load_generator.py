@@ -1,0 +1,161 @@
+"""The load generator: loops, arrivals, percentiles, and replies that are not one's own."""
+
+import asyncio
+import threading
+from contextlib import contextmanager
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from launch_support import wait_until
+
+from helpers.load_generator import Load, Reply, send
+
+
+@contextmanager
+def serving(answer):
+    """A server in a thread whose /v1/completions is `answer(body, id)`; yields its address."""
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def completions(request: Request):
+        return await answer(await request.json(), request.headers["x-request-id"])
+
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    wait_until(lambda: server.started, "the server has started")
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def reply(text, own, tokens=2):
+    return {"id": f"cmpl-{own}", "choices": [{"index": 0, "text": text}], "usage": {"completion_tokens": tokens}}
+
+
+async def shout(body, own):
+    return reply(body["prompt"].upper(), own)
+
+
+def test_each_request_gets_its_own_reply_also_where_a_loop_runs_already():
+    prompts = [f"prompt {number}" for number in range(40)]
+
+    async def in_a_kernel(url):
+        return send(url, prompts, model="m", expected=[prompt.upper() for prompt in prompts])
+
+    with serving(shout) as url:
+        load = asyncio.run(in_a_kernel(url))
+    assert [reply.text for reply in load.replies] == [prompt.upper() for prompt in prompts]
+    assert [reply.number for reply in load.replies] == list(range(40))
+    assert load.statuses == {200: 40}
+    assert len(load.right) == 40
+    assert load.tokens_per_second == pytest.approx(80 / load.seconds)
+    assert repr(load).startswith("40 of 40 replies right in ")
+
+
+def test_a_closed_loop_never_has_more_requests_under_way_than_clients():
+    under_way, most = 0, 0
+
+    async def slow(body, own):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.005)
+        under_way -= 1
+        return reply("x", own)
+
+    with serving(slow) as url:
+        load = send(url, ["p"] * 20, model="m", concurrency=3)
+    assert load.statuses == {200: 20}
+    assert most <= 3
+
+
+def test_an_open_loop_sends_at_poisson_moments_whether_or_not_replies_come():
+    blocked = asyncio.Event()
+    asked = []
+
+    async def stuck_until_all_have_come(body, own):
+        asked.append(own)
+        if len(asked) == 10:
+            blocked.set()
+        await blocked.wait()
+        return reply("x", own)
+
+    with serving(stuck_until_all_have_come) as url:
+        load = send(url, ["p"] * 10, model="m", rate=200, seed=4)
+    assert load.statuses == {200: 10}
+    sent = [each.sent for each in load.replies]
+    assert sent == sorted(sent)
+    assert sent[-1] > 0.01  # ten arrivals at 200 a second take about 50 ms
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (lambda body, own: reply(body["prompt"].upper(), "another"), "another request's id"),
+        (lambda body, own: reply("TEXT OF ANOTHER", own), "another text than expected"),
+        (lambda body, own: JSONResponse({"error": {"message": "full"}}, 429), "HTTP 429: {'message': 'full'}"),
+        (lambda body, own: {"id": own}, "no answer: KeyError"),
+    ],
+)
+def test_a_reply_that_is_not_right_has_a_problem(answer, problem):
+    async def wrong_once(body, own):
+        return answer(body, own) if body["prompt"] == "b" else reply(body["prompt"].upper(), own)
+
+    with serving(wrong_once) as url:
+        load = send(url, ["a", "b", "c"], model="m", expected=["A", "B", "C"])
+    assert [bool(each.problem) for each in load.replies] == [False, True, False]
+    assert problem in load.replies[1].problem
+    assert f"  1 × {load.replies[1].problem}" in repr(load)
+
+
+def test_a_server_that_is_not_there_is_a_problem_of_each_request():
+    load = send("http://127.0.0.1:9", ["a", "b"], model="m")
+    assert load.statuses == {0: 2}
+    assert all(each.problem.startswith("no answer: ConnectError") for each in load.replies)
+    with pytest.raises(ValueError, match=r"no right reply with seconds: statuses \{0: 2\}"):
+        load.percentile(50)
+
+
+def test_streamed_replies_are_put_together_and_the_first_token_is_timed():
+    async def stream(body, own):
+        assert body["stream"] is True
+
+        async def events():
+            for word in ("one ", "two"):
+                yield f'data: {{"id": "cmpl-{own}", "choices": [{{"text": "{word}"}}]}}\n\n'
+            yield f'data: {{"id": "cmpl-{own}", "choices": [], "usage": {{"completion_tokens": 2}}}}\n\ndata: [DONE]\n\n'
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    with serving(stream) as url:
+        load = send(url, ["a"], model="m", stream=True, expected=["one two"])
+    (only,) = load.right
+    assert (only.text, only.tokens) == ("one two", 2)
+    assert 0 < only.first_token <= only.seconds
+    assert load.percentile(50, "first_token") == only.first_token
+
+
+def test_percentiles_are_those_of_right_replies():
+    right = [Reply(number, 0, seconds, 200) for number, seconds in enumerate((1.0, 2.0, 3.0, 4.0, 5.0))]
+    load = Load((*right, Reply(5, 0, 100.0, 503, problem="HTTP 503")), 5.0)
+    assert load.percentile(50) == 3
+    assert load.percentile(100) == 5
+    assert load.requests_per_second == 1
+    with pytest.raises(ValueError, match="no right reply with first_token"):
+        load.percentile(50, "first_token")
+
+
+def test_what_cannot_be_sent_is_said_before_anything_is():
+    with pytest.raises(ValueError, match="were both given"):
+        send("http://x", ["a"], model="m", concurrency=1, rate=1)
+    with pytest.raises(ValueError, match="must be above 0"):
+        send("http://x", ["a"], model="m", rate=0)
+    with pytest.raises(ValueError, match="1 expected texts for 2 prompts"):
+        send("http://x", ["a", "b"], model="m", expected=["A"])
+    assert send("http://x", [], model="m").replies == ()
