@@ -23,7 +23,23 @@ _FROM = {  # public name -> module that defines it; a module's own name stands f
     "solution": "exercises",
     "verdict": "claims",
 }
-_MODULES = ("claims", "corpus", "equivalence", "exercises", "hardware", "launching", "machine", "measuring", "models", "plots", "predict", "widgets")
+_MODULES = (
+    "claims",
+    "corpus",
+    "data_parallel",
+    "equivalence",
+    "exercises",
+    "hardware",
+    "launching",
+    "load_generator",
+    "machine",
+    "measuring",
+    "models",
+    "plots",
+    "predict",
+    "server_process",
+    "widgets",
+)
 
 __all__ = sorted([*_FROM, *_MODULES])
 
