@@ -14,6 +14,7 @@ from .framework import Findings, Row, at_least, benchmark, interleaved, shown
 ROOT = Path(__file__).parents[2]
 BATCH = 8  # prompts in a batch
 NEW_TOKENS = 12
+POSITIONS = 640  # in a batch of the work queue
 
 
 @benchmark
@@ -99,7 +100,13 @@ def both_ways(rounds: int) -> list[dict[str, float]]:
 
     half = len(rows) // 2
     own = batches(list(range(half * dist.get_rank(), half * (dist.get_rank() + 1))))
-    in_order = batches(sorted(range(len(rows)), key=lambda number: -len(rows[number])))
+    in_order: list[list[int]] = []  # batches of neighbours in length: at most BATCH prompts and POSITIONS positions
+    for number in sorted(range(len(rows)), key=lambda number: -len(rows[number])):
+        fits = bool(in_order) and (len(in_order[-1]) + 1) * len(rows[in_order[-1][0]]) <= POSITIONS
+        if fits and len(in_order[-1]) < BATCH:
+            in_order[-1].append(number)
+        else:
+            in_order.append([number])
 
     def work(mine: Iterator[list[int]]) -> float:
         dist.barrier()
