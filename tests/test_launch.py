@@ -614,6 +614,12 @@ def test_ranks_start_as_new_interpreters_where_fork_is_unsafe(monkeypatch, capsy
     assert [c.op for c in run.collectives] == ["all_reduce"] * 2
 
 
+def test_a_large_environment_and_odd_entries_of_the_path_do_no_harm(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    run = launch(lambda: (len(os.environ["LARGE"]), str(tmp_path) in sys.path), env={"LARGE": "x" * 120_000})
+    assert run.results == [(120_000, False)] * 2
+
+
 def test_an_unknown_start_method_is_refused(monkeypatch):
     monkeypatch.setenv("WORKSHOP_START_METHOD", "forkserver")
     with pytest.raises(ValueError, match="WORKSHOP_START_METHOD is 'forkserver'"):

@@ -5,16 +5,17 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 
 import cloudpickle
 import pytest
 import stress_launch
-from launch_support import wait_until, warm_processes, working_in
+from launch_support import wait_until, working_in
 
 from helpers import LaunchError, RankDied, RankFailed, RanksHung, launch
-from helpers.launching import engine
+from helpers.launching import engine, warm
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as with the functions of a cell
 SOON = 30.0  # seconds; an error is there within one on a quiet machine, which `make bench` judges
@@ -40,9 +41,13 @@ def caught(kind, fn, *args, ranks=2, soon=SOON, **keywords):
     return info.value
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _the_first_launch_is_not_timed():
+    launch(add_up)
+
+
 @pytest.fixture(autouse=True)
 def _the_next_launch_works():
-    launch(add_up)  # not timed: the first one in a process starts the warm process
     yield
     assert launch(add_up).results == [2.0, 2.0]
 
@@ -370,7 +375,6 @@ def test_a_rank_that_dies_while_it_starts():
 def test_an_early_request_for_a_stack_kills_no_rank(monkeypatch):
     """Rank 1 dies at once, rank 0 is an interpreter that has not come to its first line when it is asked what it does."""
     monkeypatch.setenv("WORKSHOP_START_METHOD", "spawn")
-    launch(add_up)
 
     class Bomb:
         def __reduce__(self):
@@ -646,26 +650,22 @@ def test_processes_that_a_rank_started_end_with_the_job(end, tmp_path, monkeypat
     assert working_in(tmp_path) == []
 
 
-def warm():
+def warm_process():
+    """The one that the next launch would use."""
     launch(add_up)
-    found = warm_processes(os.getpid())
-    return next(p for p in found if p.pid in {engine.process.pid for engine in engine_list()})
-
-
-def engine_list():
-    return list(engine.workplace().engines.values())[-1:]
+    return list(engine.workplace().engines.values())[-1].process
 
 
 def test_the_warm_process_is_killed_between_jobs():
-    process = warm()
+    process = warm_process()
     process.kill()
-    engine_list()[0].process.wait()
+    process.wait()
     assert launch(add_up).results == [2.0, 2.0]
 
 
 def test_the_warm_process_is_killed_during_a_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    process = warm()
+    process = warm_process()
 
     def job():
         (tmp_path / "here").touch()
@@ -681,6 +681,43 @@ def test_the_warm_process_is_killed_during_a_job(tmp_path, monkeypatch):
         launch(job)
     killer.join()
     wait_until(lambda: not working_in(tmp_path), "no rank is left", SOON)
+
+
+def test_a_warm_process_is_ended_once():
+    """A descriptor closed twice may have become another's in between."""
+    ended = engine.Engine(dict(os.environ), [tempfile.gettempdir()])
+    ended.end()
+    pipes = [os.pipe() for _ in range(4)]
+    ended.end()
+    for pipe in pipes:
+        for descriptor in pipe:
+            os.fstat(descriptor)
+            os.close(descriptor)
+
+
+def test_an_interrupt_comes_through_whatever_ends_the_job():
+    before = signal.getsignal(signal.SIGINT)
+    for error in (LaunchError("failed"), None):
+        with pytest.raises(KeyboardInterrupt, match="no rank is left"):
+            interrupted_in_the_middle(error)
+        assert signal.getsignal(signal.SIGINT) is before
+
+
+def interrupted_in_the_middle(error):
+    with engine.Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: interrupts.asked, "the interrupt is seen")
+        interrupts.seen()
+        interrupts.seen()
+        if error is not None:
+            raise error
+
+
+def test_a_broken_library_does_not_end_the_warm_process(tmp_path, monkeypatch):
+    (tmp_path / "broken_part.py").write_text("raise RuntimeError('built for another machine')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    warm._import("broken_part")
+    warm._import("a_part_that_is_not_installed")
 
 
 def test_a_warm_process_that_cannot_start_says_why(monkeypatch, tmp_path):
@@ -710,7 +747,7 @@ def test_an_error_of_the_display_ends_the_job(monkeypatch, tmp_path):
     assert working_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("case", ["raises", "dies", "hangs"])
+@pytest.mark.parametrize("case", ["raises", "hangs"])
 def test_the_spawn_path_fails_as_the_fork_path_does(case, monkeypatch):
     monkeypatch.setenv("WORKSHOP_START_METHOD", "spawn")
 
@@ -721,12 +758,10 @@ def test_the_spawn_path_fails_as_the_fork_path_does(case, monkeypatch):
         if dist.get_rank() == 1:
             if case == "raises":
                 raise ValueError("wrong")
-            if case == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1000)
         sits(dist, torch)
 
-    kind = {"raises": RankFailed, "dies": RankDied, "hangs": RanksHung}[case]
+    kind = {"raises": RankFailed, "hangs": RanksHung}[case]
     with pytest.raises(kind) as info:
         launch(job, timeout=2)
     assert info.value.rank == 1

@@ -161,6 +161,16 @@ def test_a_kernel_killed_during_a_job_leaves_nothing(tmp_path):
         kill_and_look(notebook, tmp_path)
 
 
+def test_ranks_that_were_not_forked_end_with_an_interrupt_and_with_the_kernel(tmp_path):
+    with kernel(WORKSHOP_START_METHOD="spawn") as notebook:
+        notebook.run(ADD_UP)
+        interrupt_once(notebook, RUNNING.format(folder="."), "running")
+        works(notebook)
+        notebook.start(RUNNING.format(folder=str(tmp_path)))
+        wait_until(lambda: len(working_in(tmp_path)) == 5, "the kernel, two ranks and what each of them started run")
+        kill_and_look(notebook, tmp_path)
+
+
 @pytest.mark.parametrize("moment", ["starting", "idle"])
 def test_a_kernel_killed_between_jobs_leaves_nothing(moment, tmp_path):
     with kernel() as notebook:

@@ -47,7 +47,7 @@ class Engine:
             raise ValueError(f'WORKSHOP_START_METHOD is {method!r}; it must be "fork" or "spawn"')
         from_warm, to_kernel = os.pipe()
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from helpers.launching import warm; "
+            f"import sys; sys.path[:] = {import_path()!r}; from helpers.launching import warm; "
             f"warm.main({to_kernel}, {os.getpid()}, {method!r}, {folders!r})"
         )
         environment = {**environment, "MPLBACKEND": "Agg", "PYTHONHASHSEED": "0"}  # sets in the same order in every rank
@@ -102,7 +102,9 @@ class Engine:
         return self.process.poll() is None
 
     def end(self) -> None:
-        """Let it end its ranks and leave; within a second it is gone."""
+        """Let it end its ranks and leave; within a second it is gone. A second time nothing happens."""
+        if self.problems.closed:
+            return
         with contextlib.suppress(OSError):
             wire.send(self.input, {"do": "quit"})
         with contextlib.suppress(OSError):
@@ -119,10 +121,10 @@ class Engine:
 
 
 class Interrupts:
-    """While held, an interrupt raises nothing: it sets `asked` and makes `wake` readable. Afterwards the handler is as before.
+    """While held, an interrupt raises nothing: it sets `asked` and makes `wake` readable. At the end it is raised after all.
 
     Raising KeyboardInterrupt in the middle of a pipe's message would leave half of it behind and break the next job.
-    Outside the main thread signals cannot be held, and nothing is changed.
+    Outside the main thread signals cannot be held, and nothing is changed. Afterwards the handler is as before.
     """
 
     def __enter__(self) -> Interrupts:
@@ -151,6 +153,8 @@ class Interrupts:
         os.close(write)
         if self._held:  # last: from here on an interrupt raises
             signal.signal(signal.SIGINT, self._before if self._before is not None else signal.SIG_DFL)
+        if self.asked:
+            raise KeyboardInterrupt("the job was stopped; no rank is left") from None
 
 
 class _Workplace:
@@ -201,15 +205,22 @@ class _Workplace:
 
 
 _workplace: _Workplace | None = None
+_making = threading.Lock()
 
 
 def workplace() -> _Workplace:
     """This process's workplace, made when first needed (anew after a fork of the kernel)."""
     global _workplace
-    if _workplace is None or _workplace.owner != os.getpid():
-        _workplace = _Workplace()
-        atexit.register(_workplace.close)
-    return _workplace
+    with _making:
+        if _workplace is None or _workplace.owner != os.getpid():
+            _workplace = _Workplace()
+            atexit.register(_workplace.close)
+        return _workplace
+
+
+def import_path() -> list[str]:
+    """Where Python looks for modules: `sys.path` without entries that it ignores (paths that are no strings)."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 def _namespace() -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Set
 from typing import Any
 
 from helpers import machine
 from helpers.launching import shipping
-from helpers.launching.engine import Interrupts, workplace
+from helpers.launching.engine import Interrupts, import_path, workplace
 from helpers.launching.job import Job
 from helpers.launching.judgement import judge
 from helpers.launching.results import Run
@@ -77,7 +76,7 @@ def launch(
                 "record": record,
                 "environment": environment,
                 "directory": os.getcwd(),
-                "path": sys.path,
+                "path": import_path(),
             }
             shipping.write_where_room((memory, folder), "call", lambda file: file.write(call))
             job = Job(request, shipping.name_of(fn), placement, asked)
@@ -90,8 +89,6 @@ def launch(
         finally:
             for place in {folder, memory}:
                 _clear(place, kept)
-    if interrupts.asked:
-        raise KeyboardInterrupt("the job was stopped; no rank is left")
     return run
 
 
