@@ -6,7 +6,7 @@ WORKERS ?= 2
 
 RUN = $(VENV)/bin/python
 SET_UP = @$(PYTHON) tools/set_up.py --venv "$(VENV)"
-ON_CPU = WORKSHOP_DEVICE=cpu WORKSHOP_MODEL=tiny-ernie HF_HUB_OFFLINE=1
+ON_CPU = WORKSHOP_DEVICE=cpu WORKSHOP_MODEL=tiny-ernie HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE
 
 .DEFAULT_GOAL := help
 .PHONY: help lab test notebooks book bench check doctor gpu-check vllm fresh clean set-up

@@ -55,7 +55,7 @@ def observe(
     named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
     epochs = samples if samples and isinstance(samples[0], (list, tuple)) else [samples or ()]
     return Observation(
-        None if loss is None else float(loss),
+        None if loss is None else float(loss.detach() if hasattr(loss, "detach") else loss),
         tokens,
         {name: _whole(p.grad) for name, p in named.items() if p.grad is not None},
         {name: _whole(p) for name, p in named.items()},

@@ -17,6 +17,7 @@ from torch import nn
 
 SCALE = 3
 table = torch.arange(4.0)
+item = object()  # no part of the job, though a method has its name
 
 
 class Box:
@@ -59,6 +60,7 @@ def test_torchrun_runs_the_script(notebook, tmp_path, monkeypatch):
     text = script.read_text()
     assert "def helper(x):" in text
     assert "SCALE = 3" in text
+    assert "\nitem =" not in text
     assert "import torch.nn.functional as F" in text
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)

@@ -16,6 +16,7 @@ SANITIZE_RULES = ROOT / "tests" / "notebooks" / "sanitize.cfg"
 # What outputs would otherwise take from a person's settings. Notebooks are stored as they run on the CPU with the shipped model.
 EXECUTION_ENVIRONMENT = {
     "WORKSHOP_DEVICE": "cpu",
+    "OMP_WAIT_POLICY": "PASSIVE",  # two notebooks share the cores: threads that spin while they wait would stall both
     "WORKSHOP_MODEL": "tiny-ernie",
     "HF_HUB_OFFLINE": "1",
     "PYTHONHASHSEED": "0",  # order of sets

@@ -52,6 +52,8 @@ class Engine:
         )
         environment = {**environment, "MPLBACKEND": "Agg", "PYTHONHASHSEED": "0"}  # sets in the same order in every rank
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is CUDA must not start it
+        # threads that wait shall sleep: spinning ones slow a step 20-fold where the cores have other work too
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy would start a thread, and make fork unsafe
         self.problems = tempfile.TemporaryFile(dir=folders[0])  # noqa: SIM115  (what it says on stderr)
         self.process = subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import base64
 import builtins
+import dis
 import inspect
 import linecache
 import os
@@ -164,7 +165,8 @@ def _is_function(value: Any) -> bool:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    names = [*code.co_names, *code.co_freevars]
+    loads = (step for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    names = [*(step.argval for step in loads), *code.co_freevars]  # co_names has names of attributes too
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names += _names(constant)
