@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import queue
 import signal
 import tempfile
 import time
@@ -102,7 +103,10 @@ class Kernel:
         reply = Reply()
         end = time.monotonic() + seconds
         while True:
-            message = self.client.get_iopub_msg(timeout=max(0.1, end - time.monotonic()))
+            try:
+                message = self.client.get_iopub_msg(timeout=max(0.1, end - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"a cell did not end within {seconds} s; it printed {reply.text!r}") from None
             if message["parent_header"].get("msg_id") != execution:
                 continue
             kind, content = message["msg_type"], message["content"]

@@ -1,6 +1,7 @@
 """Jobs that fail, die or hang: the right rank, its own lines, what the others did, within seconds; and nothing is left."""
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
@@ -16,6 +18,8 @@ from launch_support import wait_until, working_in
 
 from helpers import LaunchError, RankDied, RankFailed, RanksHung, launch
 from helpers.launching import engine, warm
+from helpers.launching.judgement import judge
+from helpers.launching.results import Run
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as with the functions of a cell
 SOON = 30.0  # seconds; an error is there within one on a quiet machine, which `make bench` judges
@@ -148,6 +152,35 @@ def test_errors_on_many_ranks_at_once_are_one_error():
     error = caught(RankFailed, job, ranks=8)
     assert f"raised ValueError: rank {error.rank} is wrong" in str(error)
     assert str(error).count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("reports", "named"),
+    [
+        ([("wrong", 3.0, False), ("wrong", 2.0, False), ("wrong", 1.0, False)], 0),  # the very same: on every run the lowest
+        ([("wrong", 3.0, False), ("worse", 1.0, False), ("worse", 2.0, False)], 1),  # the earliest
+        ([("lost", 1.0, True), ("wrong", 3.0, False), None], 1),  # a lost peer is a consequence
+        ([("lost", 1.0, True), ("lost", 2.0, True), None], 2),  # somebody must have gone
+    ],
+)
+def test_the_first_cause_of_several_is_named(reports, named, tmp_path):
+    for rank, report in enumerate(reports):
+        if report is not None:
+            traceback, when, lost = report
+            text = {"type": "E", "summary": "E", "traceback": traceback, "time": when, "lost_peer": lost}
+            (tmp_path / f"error{rank}").write_text(json.dumps(text))
+    job = SimpleNamespace(
+        name="job",
+        states=["ended"] * 3,
+        started=[0.0] * 3,
+        exits={rank: {"code": 1, "killed": report is None, "time": 9.0} for rank, report in enumerate(reports)},
+        file=lambda kind, rank: str(tmp_path / f"{kind}{rank}"),
+        hung=None,
+        printed_too_much=None,
+    )
+    with pytest.raises(RankFailed) as info:
+        judge(job, Run(3, "cpu", "gloo"))
+    assert info.value.rank == named
 
 
 def test_a_chain_of_exceptions_is_shown_whole():

@@ -51,6 +51,8 @@ def _raise_failed(job: Job, run: Run) -> NoReturn:
         raise LaunchError("the ranks ended without saying why", None, run)
     number = min(reports, key=lambda n: (reports[n]["lost_peer"], reports[n]["time"]))
     report = reports[number]
+    if "traceback" in report:  # where several raise the very same, the one named is the same on every run
+        number = min(n for n in reports if reports[n].get("traceback") == report["traceback"])
     at_fault: int | None = number
     what = ""
     row = waits.first_difference(run.collectives) or {}

@@ -153,13 +153,10 @@ def _prepare(request: dict[str, Any], rank: int) -> tuple[Callable[..., Any], tu
     torch.set_num_threads(threads)
     if cuda:
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=f"file://{request['memory']}/store",
-        rank=rank,
-        world_size=ranks,
-        timeout=datetime.timedelta(seconds=request["group_timeout"]),
-    )
+    limit = datetime.timedelta(seconds=request["group_timeout"])
+    store = dist.FileStore(os.path.join(request["memory"], "store"), ranks)
+    store.set_timeout(limit)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
     random.seed(0)
     torch.manual_seed(0)
     if "numpy" in sys.modules:
