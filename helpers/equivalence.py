@@ -158,7 +158,7 @@ def _without_dropout(job: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     def undropped(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
         return attention(query, key, value, attn_mask, 0.0, **rest)
 
-    torch.nn.functional.scaled_dot_product_attention = undropped
+    torch.nn.functional.scaled_dot_product_attention = undropped  # type: ignore[assignment]
     return job(*args, **kwargs)
 
 

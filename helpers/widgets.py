@@ -60,8 +60,8 @@ def explore(draw: Callable[..., Figure], **controls: Any) -> Explorer:
     """Let a reader move the inputs of `draw`, a function that takes them as keywords and returns a figure of `helpers.plots`.
 
     Each control is a widget, or as in `ipywidgets.interact`: `(least, most)` or `(least, most, step)` for a slider, a list for a
-    menu, True or False for a box. It starts at the default that `draw` gives it; without one a slider in the middle, a menu at its
-    first.
+    menu, True or False for a box. It starts at the default that `draw` gives it; without one a slider in the middle, a menu at
+    its first.
 
     Raises TypeError for a control that is none of these and for a `draw` that returns something else; what `draw` raises for the
     starting values passes through, later errors are shown under the controls.

@@ -142,9 +142,9 @@ def _used(value: Any) -> Iterator[tuple[str, Any]]:
     """The globals and closure variables that a function or class of the notebook refers to, by name."""
     functions = [value] if isinstance(value, types.FunctionType) else list(filter(_is_function, vars(value).values()))
     functions = [inspect.unwrap(function) for function in functions]
-    namespace = dict(functions[0].__globals__) if functions else vars(sys.modules[value.__module__])
+    namespace: dict[str, Any] = dict(functions[0].__globals__ if functions else vars(sys.modules[value.__module__]))
     for function in functions:
-        namespace |= inspect.getclosurevars(function).nonlocals
+        namespace.update(inspect.getclosurevars(function).nonlocals)
     names = [name for function in functions for name in _names(function.__code__)]
     names += [node.id for node in _outside_bodies(ast.parse(_source(value)).body[0]) if isinstance(node, ast.Name)]
     for name in dict.fromkeys(names):

@@ -65,7 +65,8 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
     if any(size < 0 or time <= 0 for size, time in points):
         raise ValueError("sizes must not be negative and times must be above 0: a time of 0 was not measured")
     segment, squares = _line(points)
-    best, least = (segment,), squares
+    best: tuple[Segment, ...] = (segment,)
+    least = squares
     for cut in range(_FEWEST, len(points) - _FEWEST + 1):
         (low, low_squares), (high, high_squares) = _line(points[:cut]), _line(points[cut:])
         if low_squares + high_squares < min(least, _BETTER * squares):
