@@ -49,6 +49,9 @@ def main(
     if options.list:
         print("\n".join(f"{one.full_name:<28} {one.summary}" for one in chosen))
         return 0
+    if options.record and any("." in name for name in options.names):
+        print("--record keeps whole topics: name topics, not single benchmarks", file=sys.stderr)
+        return 2
     if options.record and (options.repeats < LEAST_REPEATS or options.anyway):
         print(f"--record needs {LEAST_REPEATS} repeats or more and a quiet machine", file=sys.stderr)
         return 2

@@ -13,6 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import LogLocator
+
 from helpers import machine
 from helpers.plots import style
 
@@ -94,13 +96,15 @@ def figure(outcome: Outcome) -> style.Figure | None:
         text = (row.median, place)
         axes.annotate(_amount(row.median, row.unit), text, xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8)
     axes.set_xscale("log")
+    decades = math.log10(max(max(row.samples) for row in drawn) / min(min(row.samples) for row in drawn))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if decades > 1.5 else (1.0, 2.0, 5.0), numticks=6))
     axes.xaxis.set_major_formatter(lambda value, _: _amount(value, drawn[0].unit))
     axes.xaxis.set_minor_formatter(lambda value, _: "")
     axes.set_yticks(range(len(drawn)), [row.name for row in drawn])
     axes.set_ylim(len(drawn) - 0.4, -0.8)
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.08)
-    axes.set_xlabel(f"median, lowest and highest of {min(len(row.samples) for row in drawn)} or more")
+    axes.set_xlabel("medians, each over lowest to highest")
     return made
 
 
