@@ -68,14 +68,12 @@ def track(
     inner = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
     parameters = list(inner.parameters())
     held = plain_tensors(parameters)
-    if device is None:
-        device = held[0].device if held else "cpu"
-    device = torch.device(device)
-    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    place = torch.device(device or (held[0].device if held else "cpu"))
+    on_gpu = place.type == "cuda" and torch.cuda.is_available()
     if head is None and hasattr(inner, "get_output_embeddings"):
         head = cast(Any, inner).get_output_embeddings()
 
-    ledger, use = Ledger(device, fake=any(is_fake(tensor) for tensor in held)), MemoryUse()
+    ledger, use = Ledger(place, fake=any(is_fake(tensor) for tensor in held)), MemoryUse()
 
     def mark_states(*_: Any) -> None:
         ledger.mark([parameter.grad for parameter in parameters], "gradients")
@@ -105,12 +103,12 @@ def track(
         for handle in handles:
             hooks.callback(handle.remove)
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.reset_peak_memory_stats(place)
         with ledger:
             yield use
         mark_states()
     if on_gpu:
-        use.allocated, use.reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        use.allocated, use.reserved = torch.cuda.max_memory_allocated(place), torch.cuda.max_memory_reserved(place)
     use.peak, use.at_peak = ledger.peak, dict(ledger.at_peak)
     for category, size in ledger.most.items():
         setattr(use, category, size)
