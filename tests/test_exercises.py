@@ -58,14 +58,14 @@ def closure_stub():
 UNANSWERED = [..., None, stub, closure_stub()[1], lambda: ..., (1, ...), {"q_proj": "colwise", "o_proj": ...}]
 
 
-@pytest.mark.parametrize("answer", UNANSWERED, ids=repr)
+@pytest.mark.parametrize("answer", UNANSWERED)
 def test_what_is_still_the_stub_is_not_answered_and_not_noted(answer, capsys):
     exercises.check("90.1", answer)
     assert capsys.readouterr().out.startswith("… 90.1 not answered yet. Replace the ... above")
     assert record.notes("exercise") == []
 
 
-@pytest.mark.parametrize("answer", [0, "", [], {"axis": None}, closure_stub()[0], lambda x: 2 * x, lambda x: print(x)], ids=repr)
+@pytest.mark.parametrize("answer", [0, "", [], {"axis": None}, closure_stub()[0], lambda x: 2 * x, lambda x: print(x)])
 def test_what_holds_something_is_an_answer(answer):
     assert not exercises.unanswered(answer)
 
