@@ -11,14 +11,14 @@ RANKS = 3  # in the checks: not the number that the notebook shows
 
 NEEDS = {
     "gradients of data parallelism": "all_reduce",
-    "a column-wise layer followed by a row-wise one": "all_reduce",
+    "a layer split by columns, then one split by rows": "all_reduce",
     "handing activations to the next pipeline stage": "send",
     "sharded gradients: each rank keeps its part of the sum": "reduce_scatter",
     "sharded weights: each rank needs all of them for a moment": "all_gather",
 }
 BECAUSE = {
     "gradients of data parallelism": "every rank must apply the same sum, so the sum has to be on every rank.",
-    "a column-wise layer followed by a row-wise one": "each rank ends with a partial sum of the whole output.",
+    "a layer split by columns, then one split by rows": "each rank ends with a partial sum of the whole output.",
     "handing activations to the next pipeline stage": "two ranks are concerned, not all: one gives, one takes.",
     "sharded gradients: each rank keeps its part of the sum": "sum, but keep only your part: half an all-reduce.",
     "sharded weights: each rank needs all of them for a moment": "nothing is summed: parts are put together on every rank.",
