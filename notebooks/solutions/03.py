@@ -160,8 +160,8 @@ def check_ring_bytes(answer):
 
 
 def my_samples(total, epoch):
-    order = list(range(total))
-    random.Random(epoch).shuffle(order)  # the same on all ranks: the seed is the epoch, not the rank
+    same_on_all_ranks = torch.Generator().manual_seed(epoch)  # the seed is the epoch, not the rank
+    order = torch.randperm(total, generator=same_on_all_ranks).tolist()
     return order[dist.get_rank() :: dist.get_world_size()]
 
 
@@ -260,7 +260,7 @@ EXERCISES = [
         answer=my_samples,
         hints=[
             "Same shuffle on every rank, then every n-th.",
-            "random.Random(epoch).shuffle(order) does not touch other randomness.",
+            "torch.randperm(total, generator=torch.Generator().manual_seed(epoch)) shuffles the same way on every rank.",
         ],
         check=check_samples,
         wrong=[
