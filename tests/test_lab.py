@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from datetime import datetime
+from pathlib import Path
 
 import lab
 import learner_notebooks
@@ -150,9 +151,13 @@ async def execute(server, token, code):
 
 
 def post(url, headers):
+    return ask(url, headers, data=b'{"path": ""}')
+
+
+def ask(url, headers, data=None):
     import urllib.request
 
-    request = urllib.request.Request(url, data=b'{"path": ""}', headers=headers, method="POST")
+    request = urllib.request.Request(url, data=data, headers=headers)
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as reply:
         return reply.read()
 
@@ -163,6 +168,9 @@ def test_the_workshop_answers_its_learner_alone(workshop, tmp_path):
     assert try_lab.try_server(server, page, token) == expected
     assert len(token) >= 32, "the person's own empty token does not rule"
     assert token not in " ".join(psutil.Process(process.pid).cmdline()), "other users can read command lines"
+    answer = ask(f"{server}/lab/api/settings/@jupyterlab/apputils-extension:notification", {"Authorization": f"token {token}"})
+    if Path(sys.prefix).is_relative_to(ROOT):
+        assert json.loads(answer)["schema"]["properties"]["fetchNews"]["default"] == "false", "nobody is asked about news"
     output = asyncio.run(asyncio.wait_for(execute(server, token, "import helpers, os; print(os.getcwd(), helpers.__name__)"), 90))
     assert output.split() == [str(tmp_path / "mine"), "helpers"]
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]

@@ -287,7 +287,7 @@ def test_what_is_under_way_behind_computing_is_drawn_below_the_lane_and_named():
     figure = plots.timeline(run_of(BOTH, record(0, 0, 2.0, 10.0, **hidden), record(1, 0, 2.0, 10.0, **hidden)))
     assert "0 % communicating" in figure.get_suptitle()
     names = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert names[-1] == "below a lane: under way meanwhile"
+    assert names[-1] == "thin strip: collective under way meanwhile"
     strips = [
         path.get_extents() for drawn in figure.axes[0].collections for path in drawn.get_paths() if path.get_extents().x0 == 2
     ]

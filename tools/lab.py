@@ -5,6 +5,7 @@ python tools/lab.py --port 9000   # `make lab PORT=9000`; a port in use makes th
 """
 
 import argparse
+import json
 import os
 import secrets
 import sys
@@ -14,6 +15,7 @@ import learner_notebooks
 from jupyter_server.serverapp import ServerApp
 from jupyterlab.labapp import LabApp
 
+ROOT = Path(__file__).parents[1]
 FIRST = "00_start_here.ipynb"
 
 
@@ -42,6 +44,14 @@ def settings(folder: Path, port: int, token: str, browser: bool) -> list[str]:
     ]
 
 
+def without_news(prefix: Path) -> None:
+    """Answer JupyterLab's question about news, in the project's own environment only: thirty people need not click it away."""
+    if ROOT in prefix.parents:
+        path = prefix / "share" / "jupyter" / "lab" / "settings" / "overrides.d" / "parallelism_measured.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}), encoding="utf-8")
+
+
 def announce(server: ServerApp, browser: bool) -> None:
     """Print where the workshop is."""
     print(
@@ -63,6 +73,7 @@ def main() -> int:
     for line in learner_notebooks.copy_new(mine=folder):
         print(line)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    without_news(Path(sys.prefix))
     browser = has_screen(dict(os.environ))
     # The token is given inside this process: on a command line every user of the machine could read it.
     server = LabApp.initialize_server(argv=settings(folder, options.port, secrets.token_hex(24), browser))

@@ -38,6 +38,7 @@ LATER = (  # imported one by one when nothing is asked for, or after the first j
     "transformers.models.auto.tokenization_auto",
     "helpers.models",
     "helpers.corpus",
+    "torch.profiler._cupti_monitor",
 )
 IDLE = 0.3  # seconds without a request before the next of LATER is imported
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

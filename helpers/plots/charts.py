@@ -58,15 +58,26 @@ def compare(
 
 
 def bars(
-    values: Mapping[str, Value], *, unit: str, title: str, label: str = "", stack: bool = False, limits: Marks = None, **text: str
+    values: Mapping[str, Value],
+    *,
+    unit: str,
+    title: str,
+    label: str = "",
+    stack: bool = False,
+    log: bool = False,
+    limits: Marks = None,
+    **text: str,
 ) -> Figure:
     """Horizontal bars: one per name, or per name a group of bars (`{"name": {"series": value}}`), each with its value.
 
-    `stack` puts a group's bars end to end, with their total. `limits` draws a named vertical line at each value: the memory of a
-    GPU, a deadline. A series keeps its look in all groups; "guess", "predicted" and "measured" have theirs in all figures.
+    `stack` puts a group's bars end to end, with their total. `log` draws positive values of different orders of magnitude on a
+    logarithmic axis, not with `stack`. `limits` draws a named vertical line at each value: the memory of a GPU, a deadline. A
+    series keeps its look in all groups; "guess", "predicted" and "measured" have theirs in all figures.
     More options: `finding` and `footer` of `style.figure`.
     """
     groups = {name: dict(value) if isinstance(value, Mapping) else {name: value} for name, value in values.items()}
+    if log and (stack or any(value <= 0 for group in groups.values() for value in group.values())):
+        raise ValueError("a logarithmic axis shows positive values and no stacks: leave out log=True")
     limits, series = limits or {}, list(dict.fromkeys(key for group in groups.values() for key in group))
     grouped = any(isinstance(value, Mapping) for value in values.values())
     looks = {key: _LOOKS.get(key, style.look(number if grouped else 0)) for number, key in enumerate(series)}
@@ -99,6 +110,10 @@ def bars(
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.16)
+    if log:
+        axes.set_xscale("log")
+        lowest, highest = min(each for group in groups.values() for each in group.values()), max(ends)
+        axes.set_xlim(lowest * factor / 2, highest * factor * (highest / lowest) ** 0.2 * 2)
     patches = style.patches(looks) if grouped else []
     if patches or limits:
         style.legend_above(axes, 4, handles=[*patches, *axes.lines])

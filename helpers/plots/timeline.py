@@ -102,8 +102,10 @@ def timeline(run: Run, title: str | None = None) -> Figure:
     axes.grid(visible=False)
     axes.set_xlabel(f"time since the first rank began ({unit})")
     overlaps = any(blocked[id(each)] > each.start for each in run.collectives)
-    looks = KINDS | ({"below a lane: under way meanwhile": (style.ORANGE, "")} if overlaps else {})
-    style.legend_above(axes, 4, handles=style.patches(looks))
+    looks = {("waiting for another rank" if kind == "idle" else kind): look for kind, look in KINDS.items()}
+    looks |= {"thin strip: collective under way meanwhile": (style.ORANGE, "")} if overlaps else {}
+    looks |= {"boxes above: the job's regions": (style.LIGHT, "")} if run.regions else {}
+    style.legend_above(axes, 3, handles=style.patches(looks))
     return figure
 
 

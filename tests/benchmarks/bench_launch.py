@@ -21,7 +21,12 @@ def job():
     dist.all_reduce(number)
     return number.item()
 """
-SCRIPT = f"import torch.distributed as dist\n{JOB}\ndist.init_process_group('gloo')\nprint(job())\ndist.destroy_process_group()\n"
+SCRIPT = f"""import sys, torch.distributed as dist
+{JOB}
+dist.init_process_group('gloo')
+sys.stdout.write(f'{{job()}}\\n')  # at once: print writes the end of the line apart, and lines of two ranks would mix
+dist.destroy_process_group()
+"""
 FRESH = f"from helpers import launch\n{JOB}\nif __name__ == '__main__':\n    print(launch(job).results)\n"
 
 OURS_CELL, OURS_ANSWER = "print(launch(job).results)", "[2.0, 2.0]"

@@ -1,81 +1,18 @@
-"""`compare`: the same training job on 1 rank and on N must do the same. Finds the faults that raise nothing.
-
-The job is a function that trains one step on this rank's share of a fixed global batch (rank and world size tell which) and
-returns `observe(...)`. It runs on each number of ranks; loss, gradients, parameters, samples and traffic are compared, and the
-pattern of a difference names its cause. Dropout is switched off for the comparison: its masks depend on the batch's shape.
-"""
+"""What a difference between few ranks and many means: each function looks at one quantity and names the faults that it shows."""
 
 from __future__ import annotations
 
-import html
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from helpers.launching import Run, launch
+from helpers.equivalence.observing import Observation
+from helpers.launching import Run
 
 TOLERANCE = 1e-4  # relative, of norms: FP32 sums in another order differ by 1e-7 to 1e-5
 FACTOR_TOLERANCE = 1e-3  # relative: how close a ratio is to an exact factor
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What one rank saw of one step. Tensors are whole (sharded ones gathered), on the CPU, FP32."""
-
-    loss: float | None
-    tokens: float | None
-    gradients: dict[str, Any]
-    parameters: dict[str, Any]
-    epochs: tuple[tuple[Hashable, ...], ...]
-    draws: tuple[float, ...] | None
-    outputs: Any
-
-
-def observe(
-    model: Any,
-    *,
-    loss: Any = None,
-    tokens: float | None = None,
-    samples: Sequence[Any] | None = None,
-    draws: Any = None,
-    outputs: Any = None,
-) -> Observation:
-    """Take down what this rank's step did; call it after `optimizer.step()`, before gradients are cleared.
-
-    Arguments:
-        model: the module, wrapped or not.
-        loss: this rank's loss, the mean over its own tokens (or samples).
-        tokens: how many tokens (or samples) that mean is over; needed where ranks have unequal numbers of them.
-        samples: ids of the samples this rank trained on, in order; a list of such lists for several epochs.
-        draws: random numbers this rank used for augmentation, if any.
-        outputs: a tensor (of any shape) that must be the same on every number of ranks.
-    """
-    named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
-    epochs = samples if samples and isinstance(samples[0], (list, tuple)) else [samples or ()]
-    return Observation(
-        None if loss is None else float(loss.detach() if hasattr(loss, "detach") else loss),
-        tokens,
-        {name: _whole(p.grad) for name, p in named.items() if p.grad is not None},
-        {name: _whole(p) for name, p in named.items()},
-        tuple(tuple(_plain(sample) for sample in epoch) for epoch in epochs),
-        None if draws is None else tuple(float(x) for x in _plain_list(draws)),
-        None if outputs is None else _whole(outputs),
-    )
-
-
-def _whole(tensor: Any) -> Any:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).float().cpu().clone()
-
-
-def _plain(value: Any) -> Hashable:
-    return value.item() if hasattr(value, "item") else value
-
-
-def _plain_list(values: Any) -> list[Any]:
-    return values.flatten().tolist() if hasattr(values, "flatten") else list(values)
 
 
 @dataclass(frozen=True)
@@ -87,87 +24,12 @@ class Finding:
     mend: str
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """`findings` is empty where all is equal; `errors` holds the relative differences that were seen, by what was compared."""
-
-    ranks: tuple[int, int]
-    findings: tuple[Finding, ...]
-    errors: Mapping[str, float]
-    traffic: Mapping[str, int]  # of rank 0 on the larger number of ranks: bytes by operation
-    runs: tuple[Run, Run]
-
-    @property
-    def equal(self) -> bool:
-        """Whether nothing was found."""
-        return not self.findings
-
-    def _lines(self) -> list[str]:
-        small, large = self.ranks
-        if self.findings:
-            return [f"{f.fault}: {f.evidence}. {f.mend}" for f in self.findings]
-        compared = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
-        return [f"{small} and {large} ranks do the same; largest relative differences: {compared or 'nothing was observed'}"]
-
-    def __repr__(self) -> str:
-        return "\n".join(("✘ " if self.findings else "✔ ") + line for line in self._lines())
-
-    def _repr_html_(self) -> str:
-        return "".join(f"<p>{'✘' if self.findings else '✔'} {html.escape(line)}</p>" for line in self._lines())
-
-
-def compare(
-    job: Callable[..., Observation], *args: Any, ranks: tuple[int, int] = (1, 2), timeout: float = 120, **kwargs: Any
-) -> Comparison:
-    """Run `job` on both numbers of ranks and say what differs, and which fault that pattern means.
-
-    Raises TypeError where the job does not return `observe(...)`, ValueError for ranks that are not two increasing numbers, and
-    what `launch` raises where a run fails.
-    """
-    small, large = ranks
-    if not 1 <= small < large:
-        raise ValueError(f"ranks is {ranks}; give two numbers, the smaller first: (1, 2)")
-    runs = tuple(launch(_without_dropout, job, args, kwargs, ranks=count, timeout=timeout) for count in ranks)
-    for run in runs:
-        for seen in run.results:
-            if not isinstance(seen, Observation):
-                raise TypeError(f"the job returned {type(seen).__name__}; it must end with return equivalence.observe(model, …)")
-    errors: dict[str, float] = {}
-    few, many = runs[0].results, runs[1].results
-    findings = [
-        *_samples(few, many),
-        *_replicas(many),
-        *_gradients(few, many, small, large, errors),
-        *_losses(few, many, errors),
-        *_outputs(few, many, errors),
-        *_exchanges(runs[1], many),
-    ]
-    traffic: Counter[str] = Counter()
-    for collective in runs[1].collectives:
-        traffic[collective.op] += collective.bytes * (collective.rank == 0)
-    return Comparison((small, large), tuple(findings), errors, dict(traffic), (runs[0], runs[1]))
-
-
-def _without_dropout(job: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    import torch
-
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        setattr(torch.nn.functional, name, lambda input, *_, **__: input)
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def undropped(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
-        return attention(query, key, value, attn_mask, 0.0, **rest)
-
-    torch.nn.functional.scaled_dot_product_attention = undropped  # type: ignore[assignment]
-    return job(*args, **kwargs)
-
-
 def _distance(a: Any, b: Any) -> float:
     scale = max(b.norm().item(), 1e-30)
     return (a - b).norm().item() / scale if a.shape == b.shape else math.inf
 
 
-def _samples(few: list[Observation], many: list[Observation]) -> list[Finding]:
+def of_samples(few: list[Observation], many: list[Observation]) -> list[Finding]:
     found = []
     for epoch, (reference, seen) in enumerate(zip(_pooled(few), _pooled(many), strict=False)):
         missed, extra = Counter(reference) - Counter(seen), Counter(seen) - Counter(reference)
@@ -216,7 +78,7 @@ def _shuffled(observations: list[Observation]) -> bool:
     return False
 
 
-def _replicas(many: list[Observation]) -> list[Finding]:
+def of_replicas(many: list[Observation]) -> list[Finding]:
     """Gradients and parameters must be the same on all ranks after a synchronised step."""
     for what in ("gradients", "parameters"):
         first = getattr(many[0], what)
@@ -243,7 +105,7 @@ def _replicas(many: list[Observation]) -> list[Finding]:
     return []
 
 
-def _gradients(
+def of_gradients(
     few: list[Observation], many: list[Observation], small: int, large: int, errors: dict[str, float]
 ) -> list[Finding]:
     reference, seen = few[0].gradients, many[0].gradients
@@ -317,7 +179,7 @@ def _mean_of_means(many: list[Observation], error: float) -> Finding:
     )
 
 
-def _losses(few: list[Observation], many: list[Observation], errors: dict[str, float]) -> list[Finding]:
+def of_losses(few: list[Observation], many: list[Observation], errors: dict[str, float]) -> list[Finding]:
     if any(o.loss is None for o in [*few, *many]):
         return []
     reference, seen = _mean_loss(few), _mean_loss(many)
@@ -337,7 +199,7 @@ def _mean_loss(observations: list[Observation]) -> float:
     return sum((o.loss or 0.0) * w for o, w in zip(observations, weights, strict=True)) / sum(weights)
 
 
-def _outputs(few: list[Observation], many: list[Observation], errors: dict[str, float]) -> list[Finding]:
+def of_outputs(few: list[Observation], many: list[Observation], errors: dict[str, float]) -> list[Finding]:
     if few[0].outputs is None or many[0].outputs is None:
         return []
     errors["outputs"] = max(_distance(m.outputs, few[0].outputs) for m in many)
@@ -346,7 +208,7 @@ def _outputs(few: list[Observation], many: list[Observation], errors: dict[str, 
     return [Finding("outputs differ", f"by {errors['outputs']:.1e} of their size", "The sharded computation is another one")]
 
 
-def _exchanges(run: Run, many: list[Observation]) -> list[Finding]:
+def of_exchanges(run: Run, many: list[Observation]) -> list[Finding]:
     """Gradients need to cross the wire once a step, however many micro-batches it has."""
     size = sum(4 * g.numel() for g in many[0].gradients.values())
     handed = sum(c.bytes for c in run.collectives if c.rank == 0 and c.op == "all_reduce" and c.bytes >= 1024)

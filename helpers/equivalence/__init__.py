@@ -1,0 +1,96 @@
+"""`compare`: the same training job on 1 rank and on N must do the same. Finds the faults that raise nothing.
+
+The job is a function that trains one step on this rank's share of a fixed global batch (rank and world size tell which) and
+returns `observe(...)`. It runs on each number of ranks; loss, gradients, parameters, samples and traffic are compared, and the
+pattern of a difference names its cause. Dropout is switched off for the comparison: its masks depend on the batch's shape.
+"""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from helpers.equivalence import judging
+from helpers.equivalence.judging import Finding
+from helpers.equivalence.observing import Observation, observe
+from helpers.launching import Run, launch
+
+__all__ = ["Comparison", "Finding", "Observation", "compare", "observe"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`findings` is empty where all is equal; `errors` holds the relative differences that were seen, by what was compared."""
+
+    ranks: tuple[int, int]
+    findings: tuple[Finding, ...]
+    errors: Mapping[str, float]
+    traffic: Mapping[str, int]  # of rank 0 on the larger number of ranks: bytes by operation
+    runs: tuple[Run, Run]
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def _lines(self) -> list[str]:
+        small, large = self.ranks
+        if self.findings:
+            return [f"{f.fault}: {f.evidence}. {f.mend}" for f in self.findings]
+        compared = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
+        return [f"{small} and {large} ranks do the same; largest relative differences: {compared or 'nothing was observed'}"]
+
+    def __repr__(self) -> str:
+        return "\n".join(("✘ " if self.findings else "✔ ") + line for line in self._lines())
+
+    def _repr_html_(self) -> str:
+        return "".join(f"<p>{'✘' if self.findings else '✔'} {html.escape(line)}</p>" for line in self._lines())
+
+
+def compare(
+    job: Callable[..., Observation], *args: Any, ranks: tuple[int, int] = (1, 2), timeout: float = 120, **kwargs: Any
+) -> Comparison:
+    """Run `job` on both numbers of ranks and say what differs, and which fault that pattern means.
+
+    Raises TypeError where the job does not return `observe(...)`, ValueError for ranks that are not two increasing numbers, and
+    what `launch` raises where a run fails.
+    """
+    small, large = ranks
+    if not 1 <= small < large:
+        raise ValueError(f"ranks is {ranks}; give two numbers, the smaller first: (1, 2)")
+    runs = tuple(launch(_without_dropout, job, args, kwargs, ranks=count, timeout=timeout) for count in ranks)
+    for run in runs:
+        for seen in run.results:
+            if not isinstance(seen, Observation):
+                raise TypeError(f"the job returned {type(seen).__name__}; it must end with return equivalence.observe(model, …)")
+    errors: dict[str, float] = {}
+    few, many = runs[0].results, runs[1].results
+    findings = [
+        *judging.of_samples(few, many),
+        *judging.of_replicas(many),
+        *judging.of_gradients(few, many, small, large, errors),
+        *judging.of_losses(few, many, errors),
+        *judging.of_outputs(few, many, errors),
+        *judging.of_exchanges(runs[1], many),
+    ]
+    traffic: Counter[str] = Counter()
+    for collective in runs[1].collectives:
+        traffic[collective.op] += collective.bytes * (collective.rank == 0)
+    return Comparison((small, large), tuple(findings), errors, dict(traffic), (runs[0], runs[1]))
+
+
+def _without_dropout(job: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    import torch
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        setattr(torch.nn.functional, name, lambda input, *_, **__: input)
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def undropped(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
+        return attention(query, key, value, attn_mask, 0.0, **rest)
+
+    torch.nn.functional.scaled_dot_product_attention = undropped  # type: ignore[assignment]
+    return job(*args, **kwargs)
