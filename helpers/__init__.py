@@ -29,6 +29,7 @@ _MODULES = (
     "data_parallel",
     "equivalence",
     "exercises",
+    "grouping",
     "hardware",
     "launching",
     "load_generator",

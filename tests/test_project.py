@@ -13,6 +13,7 @@ from pathlib import Path
 import count_lines
 import pytest
 import yaml
+from setuptools import find_packages
 
 import helpers
 
@@ -28,6 +29,7 @@ PUBLIC = {
     "equivalence",
     "exercises",
     "export_job",
+    "grouping",
     "hardware",
     "hint",
     "launch",
@@ -78,6 +80,7 @@ FLOORS = [
         "shard_plan",
         "pipeline",
         "grouping",
+        "topology",
         "offload",
         "serving",
         "two_nodes",
@@ -113,8 +116,9 @@ def test_conda_installs_what_pyproject_lists():
 
 
 def test_every_package_is_installed():
-    found = {"helpers", *(".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "helpers").rglob("__init__.py"))}
-    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == found
+    """Folders with modules in them are packages: one without __init__.py would be left out of an installation."""
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "helpers").rglob("*.py")}
+    assert set(find_packages(str(ROOT), **PYPROJECT["tool"]["setuptools"]["packages"]["find"])) == found
 
 
 def test_every_command_is_explained_and_every_command_mentioned_exists():

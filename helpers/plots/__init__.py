@@ -6,7 +6,20 @@ hatches and line styles too), a footer that says which machine was measured, alt
 
 from helpers.plots.charts import bars, compare, stacked, sweep
 from helpers.plots.holdings import holdings
+from helpers.plots.placement import placement
 from helpers.plots.style import Figure, amount, measured_on
 from helpers.plots.timeline import shares, timeline
 
-__all__ = ["Figure", "amount", "bars", "compare", "holdings", "measured_on", "shares", "stacked", "sweep", "timeline"]
+__all__ = [
+    "Figure",
+    "amount",
+    "bars",
+    "compare",
+    "holdings",
+    "measured_on",
+    "placement",
+    "shares",
+    "stacked",
+    "sweep",
+    "timeline",
+]
