@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -22,6 +23,15 @@ def test_a_call_survives_the_way():
 
     fn, args, kwargs = shipping.loads(shipping.dumps(job, (1,), {"b": 2}))
     assert fn(*args, **kwargs) == 6
+
+
+@pytest.mark.usefixtures("cell_5")
+def test_a_job_may_say_config_beside_torch_distributed():
+    import torch.distributed.config  # a module of a class of its own, which cloudpickle takes along because of the name
+
+    code = "import torch.distributed as dist\ndef job(model):\n    return dist.is_initialized(), model.config\n"
+    fn, _, _ = shipping.loads(shipping.dumps(in_a_cell(code)["job"], (), {}))
+    assert fn(types.SimpleNamespace(config=7)) == (torch.distributed.is_initialized(), 7)
 
 
 def in_a_cell(code, name="/tmp/ipykernel_123/456.py"):
@@ -50,6 +60,21 @@ def test_code_keeps_the_name_and_the_lines_of_its_cell():
     files = [entry.path for entry in info.traceback]
     assert [str(path) for path in files[1:]][-1].endswith("<cell 5>")
     assert linecache.getline("<cell 5>", 3) == "        return 1 / x\n"
+
+
+def test_a_job_may_name_a_module_of_a_type_of_its_own():
+    """`torch.distributed.config` is one: cloudpickle takes it along wherever a job uses torch.distributed and says `.config`."""
+    import torch.distributed as dist
+    import torch.distributed.config as settings
+
+    assert type(settings) is not type(shipping)
+
+    def job(model):
+        return dist, model.config
+
+    fn, (module,), _ = shipping.loads(shipping.dumps(job, (settings,), {}))
+    assert module is settings
+    assert fn.__closure__[0].cell_contents is dist
 
 
 def test_outside_a_notebook_files_keep_their_names():
