@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import functools
 import importlib
+import importlib
 import inspect
 import io
 import linecache
