@@ -204,12 +204,3 @@ class Mode(enum.Enum):
 
 def test_what_is_importable_is_shipped_by_name():
     assert len(pickle.dumps(shipping.loads(shipping.dumps(len, (Mode.ON,), {})))) < 300
-
-
-def test_a_job_that_reads_a_config_beside_torch_distributed_is_shipped():
-    """`dist` and `.config` in one function: cloudpickle then takes torch.distributed.config along, a module of a class of its own."""
-    code = "import torch.distributed as dist\nimport torch.distributed.config\ndef job(model):\n    return dist, model.config"
-    job = in_a_cell(code)["job"]
-    fn, args, _ = shipping.loads(shipping.dumps(job, (sys.flags,), {}))
-    assert fn.__name__ == "job"
-    assert args == (sys.flags,)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import functools
 import importlib
-import importlib
 import inspect
 import io
 import linecache
@@ -44,13 +43,9 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
             raise TypeError("an open file belongs to the process that opened it")  # cloudpickle would ship its content
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and sys.modules.get(obj.__name__) is obj:
-            return importlib.import_module, (obj.__name__,)  # cloudpickle refuses modules of a type of their own
-        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and sys.modules.get(obj.__name__) is obj:
-            return importlib.import_module, (obj.__name__,)  # torch's settings are modules of a class that pickle does not know
+            return importlib.import_module, (obj.__name__,)  # torch's settings: cloudpickle knows plain modules only
         if isinstance(obj, type) and obj in _shipped:
             return _same_class, (_shipped[obj],)  # by value it would replace the methods of the notebook's own
-        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and sys.modules.get(obj.__name__) is obj:
-            return importlib.import_module, (obj.__name__,)  # torch's config modules: cloudpickle knows plain modules only
         if not isinstance(obj, types.CodeType):
             return super().reducer_override(obj)
         name = cell_name(obj.co_filename)
