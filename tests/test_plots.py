@@ -282,12 +282,22 @@ def test_what_cpp_waits_for_counts_from_when_its_rank_was_last_seen_free():
     ]
 
 
+def test_a_logarithmic_axis_is_for_positive_bars_that_stand_apart():
+    figure = plots.bars({"a": 0.01, "b": 100.0}, unit="", title="t", log=True)
+    assert figure.axes[0].get_xscale() == "log"
+    drawn = [bar.get_width() for bar in figure.axes[0].patches]
+    assert drawn == [0.01, 100.0]
+    for values, stack in (({"a": 0.0}, False), ({"a": {"x": 1.0}}, True)):
+        with pytest.raises(ValueError, match="leave out log=True"):
+            plots.bars(values, unit="", title="t", log=True, stack=stack)
+
+
 def test_what_is_under_way_behind_computing_is_drawn_below_the_lane_and_named():
     hidden = {"source": "cell 3, line 2: dist.all_reduce(x, async_op=True)"}
     figure = plots.timeline(run_of(BOTH, record(0, 0, 2.0, 10.0, **hidden), record(1, 0, 2.0, 10.0, **hidden)))
     assert "0 % communicating" in figure.get_suptitle()
     names = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert names[-1] == "thin strip: collective under way meanwhile"
+    assert names[-1] == "below: under way meanwhile"
     strips = [
         path.get_extents() for drawn in figure.axes[0].collections for path in drawn.get_paths() if path.get_extents().x0 == 2
     ]

@@ -114,6 +114,8 @@ def bars(
         axes.set_xscale("log")
         lowest, highest = min(each for group in groups.values() for each in group.values()), max(ends)
         axes.set_xlim(lowest * factor / 2, highest * factor * (highest / lowest) ** 0.2 * 2)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
     patches = style.patches(looks) if grouped else []
     if patches or limits:
         style.legend_above(axes, 4, handles=[*patches, *axes.lines])

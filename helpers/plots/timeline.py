@@ -72,7 +72,7 @@ def shares(run: Run) -> list[dict[str, float]]:
 
 def timeline(run: Run, title: str | None = None) -> Figure:
     """A lane per rank: computing, communicating, waiting; above it regions (`measuring.clock.region`) as labelled bands, below it
-    a thin strip where a collective is under way while the rank computes.
+    a thin strip ("below" in the legend) where a collective is under way while the rank computes.
 
     Ticks mark collectives whose end was not recorded; they count as computing. Raises ValueError for a run without spans.
     """
@@ -103,8 +103,8 @@ def timeline(run: Run, title: str | None = None) -> Figure:
     axes.set_xlabel(f"time since the first rank began ({unit})")
     overlaps = any(blocked[id(each)] > each.start for each in run.collectives)
     looks = {("waiting for another rank" if kind == "idle" else kind): look for kind, look in KINDS.items()}
-    looks |= {"thin strip: collective under way meanwhile": (style.ORANGE, "")} if overlaps else {}
-    looks |= {"boxes above: the job's regions": (style.LIGHT, "")} if run.regions else {}
+    looks |= {"below: under way meanwhile": (style.ORANGE, "")} if overlaps else {}
+    looks |= {"above: regions of the job": (style.LIGHT, "")} if run.regions else {}
     style.legend_above(axes, 3, handles=style.patches(looks))
     return figure
 
