@@ -36,9 +36,11 @@ _MODULES = (
     "machine",
     "measuring",
     "models",
+    "pipeline",
     "plots",
     "predict",
     "server_process",
+    "shard_plan",
     "widgets",
 )
 

@@ -7,6 +7,8 @@ hatches and line styles too), a footer that says which machine was measured, alt
 from helpers.plots.charts import bars, compare, stacked, sweep
 from helpers.plots.holdings import holdings
 from helpers.plots.placement import placement
+from helpers.plots.plans import shard_plan
+from helpers.plots.schedule import schedule
 from helpers.plots.style import Figure, amount, measured_on
 from helpers.plots.timeline import shares, timeline
 
@@ -18,6 +20,8 @@ __all__ = [
     "holdings",
     "measured_on",
     "placement",
+    "schedule",
+    "shard_plan",
     "shares",
     "stacked",
     "sweep",

@@ -1,0 +1,277 @@
+"""Pipeline parallelism beside the lesson: a causal language model cut into stages, schedules as operations, their idle time.
+
+Running a schedule is the work of `torch.distributed.pipelining`. An operation is written as "F3" (forward of micro-batch 3),
+"B3" (backward), and in zero-bubble schedules "I3" and "W3" (the parts of backward for inputs and for weights).
+Sources: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+Using Megatron-LM", SC 2021 (1F1B, interleaving, the bubble); Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from helpers.measuring import clock
+from helpers.predict.architecture import architecture
+
+if TYPE_CHECKING:
+    from helpers.launching.results import Run
+
+__all__ = [
+    "SCHEDULES",
+    "SLOTS",
+    "Operation",
+    "RecordedStage",
+    "Stage",
+    "balance",
+    "bubble",
+    "costs",
+    "idle",
+    "in_flight",
+    "order",
+]
+__all__ += ["place", "recorded"]
+
+SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}  # torch's name -> stages on each rank
+SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # backward multiplies twice as much as forward
+
+
+class Operation(NamedTuple):
+    """Work on one micro-batch in one stage; `start` and `end` in slots or seconds once it is placed."""
+
+    kind: str  # "F", "B", "I" or "W"
+    micro_batch: int
+    stage: int
+    start: float = 0
+    end: float = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}"
+
+
+Order = Sequence[Sequence[Operation | str]]  # by rank; a text such as "F0" is an operation of the stage with the rank's number
+
+
+class Stage(nn.Module):
+    """Stage `index` of a causal language model of which stage i runs the layers `parts[i]`.
+
+    The first stage takes token ids (B, T), the others hidden states (B, T, H); the last returns logits (B, T, V), the others
+    hidden states. `cache`, a transformers `DynamicCache` of this stage's own, grows by keys and values of these T positions.
+    A tied matrix stands as a copy on the first stage (`embedding`) and on the last (`head`): their gradients are to be summed.
+
+    The model is taken apart: use it no more. Made for models laid out like Llama (ERNIE, Qwen …); compare with the whole model.
+    Raises ValueError for `parts` that are not all layers in order, and for a model laid out in another way.
+    """
+
+    def __init__(self, model: Any, parts: Sequence[range], index: int) -> None:
+        super().__init__()
+        body, count = model.base_model, model.config.num_hidden_layers
+        if [layer for part in parts for layer in part] != list(range(count)):
+            raise ValueError(f"parts {list(parts)}: together they must be the layers 0 to {count - 1}, each once and in order")
+        if missing := [name for name in ("embed_tokens", "layers", "norm") if not hasattr(body, name)]:
+            raise ValueError(f"{type(body).__name__} has no {', '.join(missing)}: only models laid out like Llama are cut here")
+        self.first, self.last = index == 0, index == len(parts) - 1
+        body.layers = nn.ModuleList(body.layers[layer] for layer in parts[index])
+        for place, layer in enumerate(body.layers):
+            layer.self_attn.layer_idx = place  # where its keys and values stand in this stage's cache
+        self.embedding = body.embed_tokens if self.first else None
+        self.head = model.get_output_embeddings() if self.last else None
+        if not self.first:
+            body.embed_tokens = None
+        if not self.last:
+            body.norm = nn.Identity()
+        self.body = body
+
+    def forward(self, inputs: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        given = {"input_ids" if self.first else "inputs_embeds": inputs}
+        hidden = self.body(**given, past_key_values=cache, use_cache=cache is not None).last_hidden_state
+        return hidden if self.head is None else self.head(hidden)
+
+
+class RecordedStage(PipelineStage):
+    """torch's `PipelineStage` that notes each operation as a region "F0", "B0" … of `run.regions`."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with clock.region(f"F{fwd_chunk_id}"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with clock.region(f"B{bwd_chunk_id}"):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+def costs(config: Any, by: str = "time") -> list[int]:
+    """Return what [embedding, layer 0, layer 1, …, output matrix] cost: the list that `balance` divides.
+
+    "time": multiplications a token; looking up an embedding takes none, attention's scores are left out. "memory": parameters,
+    the output matrix counted though it be tied, because it is a copy on its stage. Raises ValueError for another `by` and for
+    mixtures of experts by time, whose work depends on the tokens.
+    """
+    shape = architecture(config)
+    if by not in ("time", "memory") or (by == "time" and shape.experts):
+        raise ValueError(f'costs by {by!r} of a model with {shape.experts} experts: "memory", or for a dense model "time"')
+    groups = [shape.embedding_parameters() if by == "memory" else []]
+    groups += [shape.layer_parameters(layer) for layer in range(shape.layers)]
+    groups += [shape.head_parameters(copy_of_tied=True)]
+    return [sum(each.elements for each in group if each.linear or by == "memory") for group in groups]
+
+
+def balance(costs: Sequence[float], stages: int) -> list[range]:
+    """Return the layers of each stage such that the costliest stage costs least; of equal cuts, the one with earlier ends.
+
+    `costs` as from `costs`: embedding, layers, output matrix. The last stage may be the output matrix alone. Raises ValueError
+    where there are fewer layers than stages.
+    """
+    layers = len(costs) - 2
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{stages} stages for {layers} layers: at least 1 stage, and at most one a layer")
+
+    @cache
+    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """The least cost of the costliest of `left` stages from item `first` on, and where they end."""
+        if left == 1:
+            return sum(costs[first:]), (len(costs),)
+        ends = range(max(first + 1, 2), len(costs) - left + 2)  # the first stage has a layer beside the embedding
+        return min((max(sum(costs[first:end]), (rest := best(end, left - 1))[0]), (end, *rest[1])) for end in ends)
+
+    ends = [0, *(end - 1 for end in best(0, stages)[1][:-1]), layers]
+    return [range(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def order(schedule: str, ranks: int, micro_batches: int) -> list[list[Operation]]:
+    """Return what each rank does in which order in one of the `SCHEDULES`; those with several stages a rank as torch plans them.
+
+    Raises ValueError for an unknown name and for numbers that the schedule does not take: 1F1B needs micro_batches ≥ ranks.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
+    if ranks < 1 or micro_batches < (ranks if schedule == "1F1B" else 1):
+        needed = "at least as many micro-batches as ranks" if schedule == "1F1B" else "at least one of each"
+        raise ValueError(f"{ranks} ranks and {micro_batches} micro-batches: {schedule} needs {needed}")
+    if SCHEDULES[schedule] > 1:
+        from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+        plan = get_schedule_ops(schedule, ranks, micro_batches, SCHEDULES[schedule])
+        texts = [[match for each in row if (match := re.fullmatch(r"(\d+)([FBIW])(\d+)", str(each)))] for row in plan]
+        return [[Operation(match[2], int(match[3]), int(match[1])) for match in row] for row in texts]
+    rows = []
+    for rank in range(ranks):
+        ahead = micro_batches if schedule == "GPipe" else ranks - rank  # forward passes before the first backward pass
+        row = [Operation("F", batch, rank) for batch in range(ahead)]
+        for batch in range(micro_batches):
+            row.append(Operation("B", batch, rank))
+            row += [Operation("F", ahead + batch, rank)] * (ahead + batch < micro_batches)
+        rows.append(row)
+    return rows
+
+
+def place(
+    orders: Order, seconds: Mapping[str, float] | Callable[[Operation], float] = SLOTS, *, message: float = 0
+) -> list[list[Operation]]:
+    """Return the operations with their times: each starts as soon as its rank is free and its inputs are there.
+
+    F needs the F of the stage before, B (or I) its own F and the B (or I) of the stage behind, W its own I. `seconds` is what
+    an operation takes, by kind or by a function of it; an input from another rank comes `message` later.
+
+    Raises ValueError for a text that is no operation, and for an order in which ranks wait for each other for ever.
+    """
+    rows = [[_operation(each, rank) for each in row] for rank, row in enumerate(orders)]
+    takes = seconds if callable(seconds) else lambda each: seconds[each.kind]
+    last = max((each.stage for row in rows for each in row), default=0)
+    made: dict[tuple[str, int, int], tuple[float, int]] = {}  # (what, micro-batch, stage) -> (when, on which rank)
+    placed: list[list[Operation]] = [[] for _ in rows]
+
+    def proceed(rank: int) -> bool:
+        """Place the next operation of a rank if its inputs exist."""
+        if len(placed[rank]) == len(rows[rank]):
+            return False
+        each = rows[rank][len(placed[rank])]
+        inputs = _inputs(each, last)
+        if any(need not in made for need in inputs):
+            return False
+        arrivals = [when + message * (where != rank) for when, where in (made[need] for need in inputs)]
+        start = max([placed[rank][-1].end if placed[rank] else 0, *arrivals])
+        end = start + takes(each)
+        placed[rank].append(each._replace(start=start, end=end))
+        made[{"F": "output", "W": "weights"}.get(each.kind, "gradient"), each.micro_batch, each.stage] = end, rank
+        return True
+
+    while any(proceed(rank) for rank in range(len(rows))):
+        pass
+    for rank, row in enumerate(rows):
+        if len(placed[rank]) < len(row):
+            each = row[len(placed[rank])]
+            what, batch, stage = next(need for need in _inputs(each, last) if need not in made)
+            raise ValueError(f"rank {rank} waits for ever: {each} needs the {what} of micro-batch {batch} from stage {stage}")
+    return placed
+
+
+def idle(placed: Sequence[Sequence[Operation]]) -> float:
+    """Return the slots or seconds, over all ranks, between 0 and the last end in which a rank does nothing."""
+    return len(placed) * _span(placed) - sum(each.end - each.start for row in placed for each in row)
+
+
+def bubble(placed: Sequence[Sequence[Operation]]) -> float:
+    """Return the share of all ranks' time that is `idle`: (p − 1)/(m + p − 1) for GPipe and 1F1B with p equal stages."""
+    return idle(placed) / (len(placed) * _span(placed))
+
+
+def in_flight(row: Sequence[Operation | str]) -> int:
+    """Return the most micro-batches of one rank whose forward pass is done and whose backward pass is not: activations kept."""
+    now = most = 0
+    for each in row:
+        now += {"F": 1, "B": -1, "I": 0, "W": -1}[str(each)[0]]
+        most = max(most, now)
+    return most
+
+
+def recorded(run: Run, step: int = -1) -> list[list[Operation]]:
+    """Return what each rank did in one of the regions "step" of a run, in the order and with the seconds recorded.
+
+    The operations are regions of a `RecordedStage` with the rank's number; time 0 is when the first rank began the step.
+    Raises ValueError where a rank has no such step.
+    """
+    found, begins = [], []
+    for rank in range(run.ranks):
+        own = sorted((each for each in run.regions if each.rank == rank), key=lambda each: each.start)
+        steps = [each for each in own if each.name == "step"]
+        if not -len(steps) <= step < len(steps):
+            raise ValueError(f'rank {rank} has {len(steps)} regions "step": put clock.region("step") around schedule.step')
+        whole = steps[step]
+        begins.append(whole.start)
+        inside = [each for each in own if whole.start <= each.start < whole.end and re.fullmatch(r"[FB]\d+", each.name)]
+        found.append([_operation(each.name, rank)._replace(start=each.start, end=each.end) for each in inside])
+    zero = min(begins)
+    return [[each._replace(start=each.start - zero, end=each.end - zero) for each in row] for row in found]
+
+
+def _span(placed: Sequence[Sequence[Operation]]) -> float:
+    return max(each.end for row in placed for each in row)
+
+
+def _operation(given: Operation | str, rank: int) -> Operation:
+    if isinstance(given, Operation):
+        return given
+    match = re.fullmatch(r"([FBIW])(\d+)", str(given))
+    if match is None:
+        raise ValueError(
+            f'{given!r} is no operation: write "F0" for the forward pass of micro-batch 0, "B0" for its backward pass'
+        )
+    return Operation(match[1], int(match[2]), rank)
+
+
+def _inputs(each: Operation, last: int) -> list[tuple[str, int, int]]:
+    """What must exist before an operation: (what, micro-batch, stage)."""
+    if each.kind == "F":
+        return [("output", each.micro_batch, each.stage - 1)] if each.stage else []
+    if each.kind == "W":
+        return [("gradient", each.micro_batch, each.stage)]
+    behind = [("gradient", each.micro_batch, each.stage + 1)] if each.stage < last else []
+    return [("output", each.micro_batch, each.stage), *behind]
