@@ -5,6 +5,7 @@ Each check is a function whose arguments are what it judges; without arguments i
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -35,6 +36,7 @@ SECONDS = 15  # a check that has not answered by then is reported as silent
 _SILENT = "no answer within"
 _INSTALL_PAGE = "PyTorch's install page names each build's index: make clean, then WORKSHOP_TORCH_INDEX=<its address> make lab"
 _RECORDED_HOSTS = "the notebook on two hosts shows recorded results only"
+_TRY_LINK = "ip link add link0 type veth peer name link1; tc qdisc add dev link0 root tbf rate 1gbit burst 64kb latency 50ms"
 _TRY_TORCH = "import torch; assert float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()) == 512, 'wrong product of two matrices'"
 _TRY_GPUS = "import torch; assert {{float(torch.ones(8, device=f'cuda:{{i}}').sum()) for i in range({count})}} == {{8.0}}"
 
@@ -183,18 +185,26 @@ def two_hosts(
     system: str = platform.system(),
     find: Callable[..., str | None] = shutil.which,
     command: Sequence[str] = ("unshare", "-Urn", "true"),
+    link: Sequence[str] = ("unshare", "-Urn", "sh", "-ec", _TRY_LINK),
 ) -> Check:
-    """What imitating two hosts needs: Linux, three commands, and leave to make a namespace, which is really tried."""
+    """What imitating two hosts needs: Linux, its commands, leave to make namespaces, a link between them: really tried."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-    missing = [name for name in ("unshare", "ip", "tc") if not find(name, path=path)]
+    missing = [name for name in ("unshare", "nsenter", "ip", "tc") if not find(name, path=path)]
     if system != "Linux" or missing:
         problem = f"no {' and '.join(missing)}" if system == "Linux" else f"{system} has no network namespaces"
         return Check("two hosts", "warn", f"{problem}: {_RECORDED_HOSTS}", "on Debian: apt install iproute2 util-linux")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS - 1)
+    try_out = functools.partial(
+        subprocess.run, capture_output=True, text=True, timeout=SECONDS - 1, env={**os.environ, "PATH": path}
+    )
+    done = try_out(command)
     if done.returncode:
         mend = "ask for kernel.apparmor_restrict_unprivileged_userns=0 (Debian: kernel.unprivileged_userns_clone=1)"
         return Check("two hosts", "warn", f"user namespaces are not allowed ({done.stderr.strip()}): {_RECORDED_HOSTS}", mend)
-    return Check("two hosts", "ok", "user namespaces are allowed, unshare, ip and tc are here")
+    done = try_out(link)
+    if done.returncode:
+        meaning = f"this kernel gives no link with a limited rate ({done.stderr.strip()}): {_RECORDED_HOSTS}"
+        return Check("two hosts", "warn", meaning, "load its modules: modprobe veth sch_tbf")
+    return Check("two hosts", "ok", "user namespaces are allowed, a link with a limited rate works")
 
 
 def model_hub(address: str | None = None, timeout: float = 3) -> Check:

@@ -293,7 +293,7 @@ REFUSED = [
     ({"timeout": float("inf")}, ValueError, "timeout=None"),
     ({"env": ["A"]}, TypeError, "env is"),
     ({"env": {"A": 1}}, TypeError, "dictionary of texts"),
-    ({"nodes": 2}, ValueError, "nodes"),
+    ({"nodes": 2}, TypeError, "two_nodes"),
     ({"unknown": 2}, TypeError, "does not take these arguments"),
     ({}, TypeError, "missing a required argument: 'here'"),
 ]

@@ -106,7 +106,7 @@ class Job:
             collectives=tuple(c for record in recorded for c in record.collectives),
             regions=tuple(region for record in recorded for region in record.regions),
             oversubscribed=self.placement.oversubscribed,
-            machine=machine.describe().line,
+            machine=machine.describe().line + (f", as {len(self.request['hosts'])} hosts" if self.request["hosts"] else ""),
             name=self.name,
             problem=next((record.problem for record in recorded if record.problem), None),
             logs=[Log(self.file("log", number)) for number in range(count)],

@@ -45,19 +45,24 @@ def file_of(request: dict[str, Any], kind: str, rank: int) -> str:
     return os.path.join(request["folder"], f"{kind}{rank}")
 
 
-def become_rank(request: dict[str, Any], rank: int, parent: int) -> None:
-    """Die with the parent; own process group; no terminal, no core file; output to the rank's log.
-
-    Raises SystemExit where the parent is gone already.
-    """
+def die_with(parent: int) -> None:
+    """Be killed when the parent dies (Linux). Raises SystemExit where it is gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         raise SystemExit(1)
+
+
+def set_apart(log_path: str, parent: int) -> None:
+    """Die with the parent; own process group; no terminal, no core file; output to the log.
+
+    Raises SystemExit where the parent is gone already.
+    """
+    die_with(parent)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(file_of(request, "log", rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(nothing, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -93,7 +98,7 @@ def main(request: dict[str, Any], rank: int, events: int, wait_for_release: Call
         print(_traceback(leaving), file=sys.stderr)
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException as error:
-        _leave_error(request, rank, error)
+        leave_error(request, rank, error)
         wire.send(events, {"event": "raised", "rank": rank, "imported": _imported(request)})
         code = 1
     _flush()
@@ -113,7 +118,7 @@ def spawned(folder: str, rank: int, parent: int, events: int, control: int) -> N
     try:
         with open(os.path.join(folder, "request")) as file:
             request = json.load(file)
-        become_rank(request, rank, parent)
+        set_apart(file_of(request, "log", rank), parent)
         threading.Thread(target=watch, daemon=True).start()
         code = main(request, rank, events, released.wait)
     finally:
@@ -143,6 +148,8 @@ def _prepare(request: dict[str, Any], rank: int) -> tuple[Callable[..., Any], tu
         NCCL_SOCKET_IFNAME=loopback,
         MPLBACKEND="Agg",
     )
+    elastic = request.get("elastic", {})  # on several hosts: the variables that the host's elastic agent gave this rank
+    os.environ.update(elastic)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # for processes that the job starts itself
     if not cuda:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -154,9 +161,13 @@ def _prepare(request: dict[str, Any], rank: int) -> tuple[Callable[..., Any], tu
     if cuda:
         torch.cuda.set_device(rank)
     limit = datetime.timedelta(seconds=request["group_timeout"])
-    store = dist.FileStore(os.path.join(request["memory"], "store"), ranks)
-    store.set_timeout(limit)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if elastic:
+        dist.init_process_group(backend, timeout=limit)  # they meet at the agents' store
+    else:
+        store = dist.FileStore(os.path.join(request["memory"], "store"), ranks)
+        store.set_timeout(limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     random.seed(0)
     torch.manual_seed(0)
     if "numpy" in sys.modules:
@@ -207,7 +218,7 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _leave_error(request: dict[str, Any], rank: int, error: BaseException) -> None:
+def leave_error(request: dict[str, Any], rank: int, error: BaseException) -> None:
     """What the kernel is to know of the exception, atomically."""
     kind = type(error)
     report = {

@@ -41,6 +41,8 @@ def launch(
         timeout: seconds from the moment every rank is inside `fn`; None waits for ever.
         backend: "nccl" (one GPU per rank), "gloo" (CPU ranks), or None: nccl where every rank has its own GPU, else gloo.
         record: record every collective, send and receive in `run.collectives`.
+        nodes: hosts to run on, as `with two_nodes(...) as nodes` gives them: the first half of the ranks on host 0, the rest
+            on host 1, started by PyTorch's elastic agents. CPU ranks only.
         env: variables for the ranks; those that libraries read when they start (OMP_*, MALLOC_*, NCCL_*, …) make a warm
             process of their own, which takes seconds once.
 
@@ -51,8 +53,9 @@ def launch(
         TypeError, ValueError: something in the call cannot work; nothing was started.
         KeyboardInterrupt: the kernel was interrupted; no rank is left.
     """
-    _validate(fn, args, kwargs, timeout, nodes, env)
-    placement = machine.placement(ranks, backend)
+    _validate(fn, args, kwargs, timeout, env)
+    placement = machine.placement(ranks, backend if nodes is None else backend or "gloo")
+    hosts = _hosts(nodes, ranks, placement.backend)
     if ranks > MOST_RANKS:
         raise ValueError(f"ranks is {ranks}; at most {MOST_RANKS} can be started on one machine")
     call = shipping.dumps(fn, args, kwargs)
@@ -70,6 +73,7 @@ def launch(
                 "folder": folder,
                 "memory": memory,
                 "ranks": ranks,
+                "hosts": hosts,
                 "timeout": seconds,
                 "group_timeout": seconds + GLOO_SLACK,
                 "device": placement.device,
@@ -92,9 +96,7 @@ def launch(
     return run
 
 
-def _validate(
-    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: Any, nodes: Any, env: dict[str, str] | None
-) -> None:
+def _validate(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: Any, env: dict[str, str] | None) -> None:
     if "HELPERS_DEVICE" in os.environ and "RANK" in os.environ:
         raise RuntimeError("launch was called inside a rank: a job cannot start another; call it in a cell")
     if not callable(fn):
@@ -103,8 +105,6 @@ def _validate(
         raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above 0, or None for no limit")
     if timeout is not None and math.isinf(timeout):
         raise ValueError("timeout is infinite; timeout=None means no limit")
-    if nodes is not None:
-        raise ValueError("nodes: jobs over several hosts are not part of this version; leave it out to run on this machine")
     if env is not None and not (isinstance(env, dict) and all(isinstance(text, str) for item in env.items() for text in item)):
         raise TypeError(f'env is {env!r}; it must be a dictionary of texts, such as {{"OMP_NUM_THREADS": "1"}}')
     try:
@@ -120,6 +120,22 @@ def _validate(
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{name}{signature} does not take these arguments: {error}") from None
+
+
+def _hosts(nodes: Any, ranks: int, backend: str) -> list[dict[str, Any]]:
+    """What the warm process needs to know of each host; empty for this machine as it is."""
+    if nodes is None:
+        return []
+    hosts = getattr(nodes, "hosts", None)
+    if hosts is None:
+        raise TypeError(f"nodes is {nodes!r}; it must be what `with two_nodes(...) as nodes` gives")
+    if ranks % len(hosts):
+        raise ValueError(f"ranks is {ranks}; on {len(hosts)} hosts it must be a multiple of {len(hosts)}: they get equally many")
+    if backend != "gloo":
+        raise ValueError(
+            'backend="nccl" does not go with nodes: the two hosts are parts of one machine, their ranks run on its CPU'
+        )
+    return [{"namespaces": host.namespaces, "address": host.address, "interface": host.interface} for host in hosts]
 
 
 def _clear(folder: str, kept: Set[str]) -> None:

@@ -18,6 +18,7 @@ from collections import deque
 from typing import Any, NoReturn
 
 from helpers.launching import wire
+from helpers.launching.hosts import HostsJob
 from helpers.launching.warm_job import Job, leave
 
 FIRST = ("torch", "torch.distributed", "cloudpickle", "helpers.measuring.collectives")
@@ -29,6 +30,7 @@ LATER = (  # imported one by one when nothing is asked for, or after the first j
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
+    "torch.distributed.launcher.api",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
     "torch.utils.checkpoint",
@@ -80,7 +82,8 @@ def main(kernel: int, kernel_pid: int, method: str, folders: list[str]) -> NoRet
             if {"do": "cancel", "run": message["run"]} in inbox:
                 wire.send(kernel, {"run": message["run"], "event": "done"})
             elif message["do"] == "run":
-                job = Job({**message, "ask_for": list(pending)}, kernel, requests, inbox, woken, method, folders)
+                kind = HostsJob if message["hosts"] else Job
+                job = kind({**message, "ask_for": list(pending)}, kernel, requests, inbox, woken, method, folders)
                 job.follow()
                 used |= job.imported
 

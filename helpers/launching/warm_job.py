@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -31,7 +31,7 @@ STACK_LIMIT = {"grace": 0.4, "run": 3.0, "join": 3.0}  # seconds to write a stac
 @dataclass
 class _Rank:
     number: int
-    pid: int
+    pid: int  # 0 until it is known, where an elastic agent starts the rank
     control: int  # write end: a byte releases the rank
     events: wire.Reader
     started: bool = False
@@ -81,11 +81,9 @@ class Job:
         self.selector = selectors.DefaultSelector()
         self.selector.register(0, selectors.EVENT_READ)
         self.selector.register(woken, selectors.EVENT_READ)
-        one_thread = sys.platform != "linux" or len(os.listdir("/proc/self/task")) == 1
-        start = self._fork if method == "fork" and one_thread else self._spawn
         gc.collect()
         gc.freeze()
-        self.ranks = [start(number) for number in range(request["ranks"])]
+        self.ranks = self._start(method)
         self.reason, self.limit = "join", time.monotonic() + JOIN_LIMIT
 
     def tell(self, event: str, **more: Any) -> None:
@@ -118,21 +116,14 @@ class Job:
     def alive(self) -> list[_Rank]:
         return [rank for rank in self.ranks if rank.exit is None]
 
+    def _start(self, method: str) -> list[_Rank]:
+        one_thread = sys.platform != "linux" or len(os.listdir("/proc/self/task")) == 1
+        start = self._fork if method == "fork" and one_thread else self._spawn
+        return [start(number) for number in range(self.request["ranks"])]
+
     def _fork(self, number: int) -> _Rank:
         (events, events_end), (control_end, control) = os.pipe(), os.pipe()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                signal.set_wakeup_fd(-1)
-                for changed in (signal.SIGCHLD, signal.SIGHUP):
-                    signal.signal(changed, signal.SIG_DFL)
-                rank_side.become_rank(self.request, number, parent)
-                _keep_only(events_end, control_end)
-                code = rank_side.main(self.request, number, events_end, lambda: os.read(control_end, 1))
-            finally:
-                os._exit(code)
+        pid = fork_rank(self.request, number, events_end, control_end)
         return self._born(number, pid, events, events_end, control, control_end)
 
     def _spawn(self, number: int) -> _Rank:
@@ -150,8 +141,9 @@ class Job:
         return self._born(number, process.pid, events, events_end, control, control_end)
 
     def _born(self, number: int, pid: int, events: int, events_end: int, control: int, control_end: int) -> _Rank:
-        with contextlib.suppress(OSError):  # the rank does the same: whoever is first
-            os.setpgid(pid, pid)
+        if pid:
+            with contextlib.suppress(OSError):  # the rank does the same: whoever is first
+                os.setpgid(pid, pid)
         os.close(events_end)
         os.close(control_end)
         os.set_blocking(events, False)  # a process that the rank forked may hold the other end open for ever
@@ -172,7 +164,14 @@ class Job:
             leave(self.folders)
 
     def _listen_to_rank(self, rank: _Rank, last: bool = False) -> None:
+        code = None
         for message in rank.events.read():
+            if message["event"] == "born":
+                rank.pid = message["pid"]
+                continue
+            if message["event"] == "left":
+                code = message["code"]
+                continue
             self.imported.update(message.pop("imported", ()))
             rank.started |= message["event"] == "started"
             rank.finished |= message["event"] == "finished"
@@ -188,18 +187,23 @@ class Job:
             for other in self.ranks:
                 with contextlib.suppress(BrokenPipeError):
                     os.write(other.control, b"1")
+        if code is not None:
+            self._left(rank, code)
 
     def _reap(self) -> None:
         for rank in self.alive():
             pid, status = os.waitpid(rank.pid, os.WNOHANG)
-            if not pid:
-                continue
-            if not rank.events.closed:
-                self._listen_to_rank(rank, last=True)  # what it said before it left
-            rank.exit = os.waitstatus_to_exitcode(status)
-            self.tell("exited", rank=rank.number, code=rank.exit, time=time.perf_counter(), killed=self.reason == "killed")
-            if self.reason in ("join", "run"):  # before its release a rank has no good reason to leave
-                self.reason, self.limit = "grace", time.monotonic() + GRACE
+            if pid:
+                self._left(rank, os.waitstatus_to_exitcode(status))
+
+    def _left(self, rank: _Rank, code: int) -> None:
+        """Note that a rank's process has ended, after what it said before."""
+        if not rank.events.closed:
+            self._listen_to_rank(rank, last=True)
+        rank.exit = code
+        self.tell("exited", rank=rank.number, code=code, time=time.perf_counter(), killed=self.reason == "killed")
+        if self.reason in ("join", "run"):  # before its release a rank has no good reason to leave
+            self.reason, self.limit = "grace", time.monotonic() + GRACE
 
     def _time_is_up(self) -> None:
         stuck = [rank for rank in self.alive() if not rank.finished]
@@ -211,9 +215,10 @@ class Job:
 
     def _write_stacks(self, ranks: list[_Rank]) -> None:
         """Ask each rank for its stack and wait until it is written, down to the frame in which the job began."""
-        waiting = {rank.pid: rank_side.file_of(self.request, "stack", rank.number) for rank in ranks}
+        waiting = {rank.pid: rank_side.file_of(self.request, "stack", rank.number) for rank in ranks if rank.pid}
         for pid in waiting:
-            os.kill(pid, signal.SIGUSR1)  # not reaped yet: the process is there, if only as a zombie
+            with contextlib.suppress(ProcessLookupError):  # a rank of another host may be gone already
+                os.kill(pid, signal.SIGUSR1)
         end = time.monotonic() + STACK_LIMIT[self.reason]
         while waiting and time.monotonic() < end:
             time.sleep(0.005)
@@ -230,7 +235,34 @@ class Job:
                 os.killpg(rank.pid, signal.SIGKILL)
 
 
-def _keep_only(*wanted: int) -> None:
+def fork(child: Callable[[], int]) -> int:
+    """The process id of a fork of this process that calls `child` and exits with its value, 1 if it raises."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for changed in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
+                signal.signal(changed, signal.SIG_DFL)
+            code = child()
+        finally:
+            os._exit(code)
+    return pid
+
+
+def fork_rank(request: dict[str, Any], number: int, events_end: int, control_end: int) -> int:
+    """The process id of rank `number`, forked from this process. It writes to `events_end` and is released by `control_end`."""
+    parent = os.getpid()
+
+    def child() -> int:
+        rank_side.set_apart(rank_side.file_of(request, "log", number), parent)
+        keep_only(events_end, control_end)
+        return rank_side.main(request, number, events_end, lambda: os.read(control_end, 1))
+
+    return fork(child)
+
+
+def keep_only(*wanted: int) -> None:
     """Close every descriptor but the standard three and these."""
     for name in os.listdir("/dev/fd"):
         if int(name) > 2 and int(name) not in wanted:

@@ -1,0 +1,120 @@
+"""Ranks on several hosts: on each, PyTorch's elastic agent starts them, and they meet over TCP at the agents' store.
+
+A host is a network namespace of this machine. The warm process forks one agent into each, the agent forks a keeper per rank,
+and the keeper the rank, whose end it reports: an agent would end the other ranks of its host before they can say why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from helpers.launching import rank as rank_side
+from helpers.launching import wire
+from helpers.launching.warm_job import JOIN_LIMIT, Job, _Rank, end_descendants, fork, fork_rank, keep_only
+
+_FIRST_PORT, _PORTS = 20_000, 10_000  # below those that systems hand out; each job has its own
+_FROM_AGENT = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+@dataclass
+class _Agent:
+    pid: int
+    host: int
+    ranks: list[_Rank]
+    gone: bool = False
+
+
+class HostsJob(Job):
+    """A job on `request["hosts"]`: of each its `namespaces` (paths), `address` and network `interface`."""
+
+    def _start(self, method: str) -> list[_Rank]:
+        hosts, count = self.request["hosts"], self.request["ranks"]
+        each = count // len(hosts)
+        pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
+        ends = [(events_end, control_end) for _, events_end, control_end, _ in pipes]
+        parent = os.getpid()
+        pids = [fork(lambda host=host: _agent(self.request, host, each, ends, parent)) for host in range(len(hosts))]
+        ranks = [
+            self._born(number, 0, events, events_end, control, control_end)
+            for number, (events, events_end, control_end, control) in enumerate(pipes)
+        ]
+        self.agents = [_Agent(pid, host, ranks[host * each : (host + 1) * each]) for host, pid in enumerate(pids)]
+        return ranks
+
+    def _reap(self) -> None:
+        """A rank's keeper says when it has left; where its agent has gone, nobody says so any more."""
+        for agent in [agent for agent in self.agents if not agent.gone]:
+            try:
+                agent.gone = os.waitpid(agent.pid, os.WNOHANG)[0] != 0
+            except ChildProcessError:  # ended by `end_descendants`
+                agent.gone = True
+            for rank in agent.ranks if agent.gone else ():
+                if not rank.events.closed:
+                    self._listen_to_rank(rank, last=True)
+                if rank.exit is None:
+                    self._left(rank, -signal.SIGKILL)
+
+    def _kill(self, ranks: list[_Rank]) -> None:
+        end_descendants()
+
+
+def _agent(request: dict[str, Any], number: int, each: int, ends: list[tuple[int, int]], parent: int) -> int:
+    """Be the elastic agent of host `number`, which starts `each` ranks; `ends` are all ranks' ends of their pipes."""
+    hosts = request["hosts"]
+    try:
+        _enter(hosts[number]["namespaces"])
+        rank_side.set_apart(rank_side.file_of(request, "agent", number), parent)
+        keep_only(*(end for pair in ends for end in pair))
+        os.environ.clear()
+        os.environ.update(request["environment"])
+
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+        config = LaunchConfig(
+            min_nodes=len(hosts),
+            max_nodes=len(hosts),
+            nproc_per_node=each,
+            run_id=str(request["run"]),
+            rdzv_backend="static",  # rank numbers follow the order of the hosts
+            rdzv_endpoint=f"{hosts[0]['address']}:{_FIRST_PORT + request['run'] % _PORTS}",
+            rdzv_configs={"rank": number, "timeout": int(JOIN_LIMIT)},
+            local_addr=hosts[number]["address"],
+            logs_specs=DefaultLogsSpecs(os.devnull),
+            start_method="fork",
+            max_restarts=0,
+        )
+        launch_agent(config, lambda: _keep_a_rank(request, hosts[number]["interface"], ends), [])
+    except BaseException as error:
+        rank_side.leave_error(request, number * each, error)
+        return 1
+    return 0
+
+
+def _keep_a_rank(request: dict[str, Any], interface: str, ends: list[tuple[int, int]]) -> None:
+    """What the agent runs in a process per rank: fork the rank, and report its birth and its end."""
+    number = int(os.environ["RANK"])
+    events_end, control_end = ends[number]
+    rank_side.die_with(os.getppid())
+    elastic = {name: value for name, value in os.environ.items() if name.startswith(_FROM_AGENT)}
+    elastic |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    pid = fork_rank({**request, "elastic": elastic}, number, events_end, control_end)
+    wire.send(events_end, {"event": "born", "pid": pid})
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    wire.send(events_end, {"event": "left", "code": code})
+    while code:
+        signal.pause()  # until the job ends all
+
+
+def _enter(namespaces: list[str]) -> None:
+    """Move this process, which has one thread, into the namespaces with these paths. Raises OSError."""
+    descriptors = [os.open(path, os.O_RDONLY) for path in namespaces]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for path, descriptor in zip(namespaces, descriptors, strict=True):
+        if libc.setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), f"{os.strerror(ctypes.get_errno())}: entering {path}")
+        os.close(descriptor)

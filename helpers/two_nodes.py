@@ -1,0 +1,277 @@
+"""Two hosts on one Linux machine, without root: `with two_nodes(rate="200mbit") as nodes: launch(job, ranks=4, nodes=nodes)`.
+
+Each host is a network namespace within a user namespace of its own; the one link between them is a pair of virtual interfaces
+that `tc` holds at a rate. What a host sends to itself stays on its loopback interface, unlimited. Both share the
+machine's processors, memory, files and process numbers.
+
+A guardian process holds the namespaces. When the block ends, or this process does in whatever way, it ends every process
+in them, and with the last one the kernel removes namespaces, interfaces and addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from helpers import preflight
+
+__all__ = ["Host", "TwoNodes", "available", "two_nodes"]
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+INTERFACES = ("link0", "link1")
+_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # ordinary users' may lack ip and tc
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_LEAST_BURST = 72_000  # bytes; the kernel hands over up to 64 KiB and 45 headers as one piece
+_BURST_SECONDS = 0.0005
+_PATIENCE = 10.0  # seconds to set up or to end; both take a fraction of one
+_CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x40000000, 1
+
+
+@functools.cache
+def available() -> tuple[bool, str]:
+    """Whether this machine can be two hosts, which is tried, and in a sentence why not and what would help."""
+    check = preflight.two_hosts()
+    return check.state == "ok", check.meaning + (f"; mend: {check.mend}" if check.mend else "")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: its number, its `address`, the `interface` of the link there, and the process that holds its namespaces."""
+
+    number: int
+    address: str
+    interface: str
+    pid: int
+
+    @property
+    def namespaces(self) -> list[str]:
+        """Paths of its user and network namespace, in the order in which a process enters them."""
+        return [f"/proc/{self.pid}/ns/{kind}" for kind in ("user", "net")]
+
+
+class TwoNodes:
+    """Two hosts joined by a link of `rate` ("200mbit", "1gbit": bits a second, each way), from `open` or `with` until `close`.
+
+    Raises ValueError for a rate that is none, and on entry RuntimeError where this machine cannot be two hosts.
+    """
+
+    available = staticmethod(available)
+
+    def __init__(self, rate: str = "1gbit") -> None:
+        self.bytes_per_second = _bytes_per_second(rate)  # that the link carries, each way
+        self.rate = rate
+        self._guardian: subprocess.Popen[str] | None = None
+        self._inside_of = 0  # the user namespace
+        self._hosts: tuple[Host, Host] | None = None
+
+    def open(self) -> TwoNodes:
+        """Make the hosts and their link. Raises RuntimeError where this machine cannot, and if they are open already."""
+        if self._guardian is not None:
+            raise RuntimeError("these two hosts are open already")
+        possible, why = available()
+        if not possible:
+            raise RuntimeError(f"this machine cannot be two hosts: {why}")
+        code = f"import sys; sys.path[:] = {sys.path!r}; from helpers import two_nodes as here; "
+        code += f"here.guard({os.getpid()}, {_own('user')})"
+        command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", code]
+        self._guardian = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PATH": _PATH},
+        )
+        try:
+            assert self._guardian.stdout is not None
+            told = self._guardian.stdout.readline()
+            if not told:
+                _, said = self._guardian.communicate()
+                raise RuntimeError(f"the two hosts could not be made: {said.strip()}")
+            pids = (self._guardian.pid, int(told))
+            self._inside_of = os.stat(f"/proc/{pids[0]}/ns/user").st_ino
+            self._hosts = (Host(0, ADDRESSES[0], INTERFACES[0], pids[0]), Host(1, ADDRESSES[1], INTERFACES[1], pids[1]))
+            self._set_up(0, f"ip link add {INTERFACES[0]} type veth peer name {INTERFACES[1]} netns {pids[1]}")
+            for host in self._hosts:  # without an address of IPv6, which would send messages of its own over the link
+                quiet = f"ip link set {host.interface} addrgenmode none 2>/dev/null || true"
+                address = f"ip address add {host.address}/24 dev {host.interface}"
+                self._set_up(host.number, f"ip link set lo up; {quiet}; {address}; ip link set {host.interface} up")
+            self.set_rate(self.rate)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """End every process of both hosts; nothing is left of them. A second time nothing happens."""
+        guardian, self._guardian, self._hosts = self._guardian, None, None
+        if guardian is None:
+            return
+        try:
+            guardian.communicate(timeout=_PATIENCE)  # closes its standard input
+        except subprocess.TimeoutExpired:
+            guardian.kill()
+            guardian.communicate()
+        _end_all("user", self._inside_of)  # by the guardian already, unless it was killed
+
+    def __enter__(self) -> TwoNodes:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def hosts(self) -> tuple[Host, Host]:
+        """Both hosts. Raises RuntimeError while they do not exist."""
+        if self._guardian is None or self._hosts is None:
+            raise RuntimeError("the two hosts are closed: use them inside `with two_nodes(...) as nodes:`, or call nodes.open()")
+        if self._guardian.poll() is not None:
+            raise RuntimeError("the process that held the two hosts was killed; close and open them again")
+        return self._hosts
+
+    def set_rate(self, rate: str) -> None:
+        """Hold the link at another rate from now on, also while a job runs. Raises ValueError for a rate that is none."""
+        bytes_per_second = _bytes_per_second(rate)
+        burst = max(_LEAST_BURST, math.ceil(bytes_per_second * _BURST_SECONDS))
+        for host in self.hosts:
+            command = f"tc qdisc replace dev {host.interface} root tbf rate {rate} burst {burst} latency 50ms"
+            self._set_up(host.number, command)
+        self.rate, self.bytes_per_second = rate, bytes_per_second
+
+    def bytes_between(self) -> tuple[int, int]:
+        """Bytes that the link has carried since it exists: from host 0 to host 1, and from host 1 to host 0; headers too."""
+        first, second = (self._sent(host) for host in self.hosts)
+        return first, second
+
+    def popen(self, host: int, command: Sequence[str], **keywords: Any) -> subprocess.Popen[Any]:
+        """Start a command on a host, as `subprocess.Popen` does with these keywords. It ends with the hosts at the latest."""
+        enter, keywords = self._inside(host, keywords)
+        return subprocess.Popen([*enter, *command], **keywords)
+
+    def run(self, host: int, command: Sequence[str], **keywords: Any) -> subprocess.CompletedProcess[Any]:
+        """Run a command on a host to its end, as `subprocess.run` does with these keywords."""
+        enter, keywords = self._inside(host, keywords)
+        return subprocess.run([*enter, *command], **keywords)
+
+    def fail(self, host: int) -> None:
+        """Let a host fail: every process there is killed at once, elastic agent and ranks too. The host itself starts anew."""
+        failing = self._host(host)
+        _end_all("net", os.stat(failing.namespaces[1]).st_ino, spare=failing.pid)
+
+    def __repr__(self) -> str:
+        if self._guardian is None:
+            return f"two hosts, closed (link of {self.rate})"
+        ends = " and ".join(f"{host.address} ({host.interface})" for host in self.hosts)
+        sent = " and ".join(f"{count:,} B" for count in self.bytes_between())
+        rate = f"{self.rate} ({self.bytes_per_second / 1e6:g} MB/s each way)"
+        return f"two hosts on this machine, {ends}, joined at {rate}; {sent} sent by each so far"
+
+    def _host(self, number: int) -> Host:
+        if number not in (0, 1):
+            raise ValueError(f"host is {number!r}; the hosts are 0 and 1")
+        return self.hosts[number]
+
+    def _inside(self, number: int, keywords: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+        """The command that enters a host, and keywords with an environment in which gloo takes the link's interface."""
+        host = self._host(number)
+        enter = [
+            "nsenter",
+            "--preserve-credentials",
+            *(f"--{kind}={path}" for kind, path in zip(("user", "net"), host.namespaces, strict=True)),
+        ]
+        given = keywords.get("env")
+        interface = {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": host.interface}
+        return enter, {**keywords, "env": {**interface, **(os.environ if given is None else given), "PATH": _PATH}}
+
+    def _set_up(self, host: int, script: str) -> None:
+        done = self.run(host, ["sh", "-ec", script], capture_output=True, text=True, timeout=_PATIENCE)
+        if done.returncode:
+            raise RuntimeError(f"the link between the two hosts could not be set up: {done.stderr.strip()} ({script})")
+
+    def _sent(self, host: Host) -> int:
+        with open(f"/proc/{host.pid}/net/dev") as file:
+            fields = next(line.partition(":")[2].split() for line in file if line.strip().startswith(f"{host.interface}:"))
+        return int(fields[8])
+
+
+two_nodes = TwoNodes
+
+
+def guard(owner: int, outer: int) -> NoReturn:
+    """Be the guardian: hold both hosts until standard input closes or `owner` dies; then end all that runs in them.
+
+    Runs as root of a fresh user namespace (`outer` is the one around it), in the network namespace that is host 0. Prints
+    the number of the process that is host 1.
+    """
+    inside = _own("user")
+    assert inside != outer, "a guardian ends all that runs in its user namespace: it must be one of its own"
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def owner_may_have_died(*_: object) -> None:
+        if os.getppid() != owner:  # else only the thread that started this process has ended
+            end()
+
+    def end() -> NoReturn:
+        _end_all("user", inside)
+        os._exit(0)
+
+    signal.signal(signal.SIGHUP, owner_may_have_died)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
+    owner_may_have_died()
+    guardian, (ready, told) = os.getpid(), os.pipe()
+    other = os.fork()
+    if other == 0:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == guardian and not libc.unshare(_CLONE_NEWNET):
+            os.write(told, b"1")
+            while True:
+                signal.pause()
+        os._exit(1)
+    os.close(told)
+    if os.read(ready, 1):
+        print(other, flush=True)
+        while os.read(0, 1):
+            pass
+    else:
+        print("no second network namespace is allowed", file=sys.stderr, flush=True)
+    end()
+
+
+def _end_all(kind: str, inode: int, spare: int = 0) -> None:
+    """Kill every process in a namespace (`kind` "user" or "net") but this one and `spare`, until none is left."""
+    while found := [pid for pid in _inhabitants(kind, inode) if pid not in (os.getpid(), spare)]:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _inhabitants(kind: str, inode: int) -> list[int]:
+    """Processes of this user in a namespace; a zombie is in no network namespace any more."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{name}/ns/{kind}").st_ino == inode and os.stat(f"/proc/{name}/ns/net"):
+                found.append(int(name))
+    return found
+
+
+def _own(kind: str) -> int:
+    return os.stat(f"/proc/self/ns/{kind}").st_ino
+
+
+def _bytes_per_second(rate: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate) if isinstance(rate, str) else None
+    if match is None or not float(match[1]):
+        raise ValueError(f'rate is {rate!r}; it must be a number of kbit, mbit or gbit (a second), such as "200mbit"')
+    return float(match[1]) * _UNITS[match[2]] / 8
