@@ -20,6 +20,11 @@ _FIRST_PORT, _PORTS = 20_000, 10_000  # below those that systems hand out; each 
 _FROM_AGENT = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
+def port(job: int) -> int:
+    """Where the agents of this process's job of that number meet, on the first host."""
+    return _FIRST_PORT + job % _PORTS
+
+
 @dataclass
 class _Agent:
     pid: int
@@ -81,7 +86,7 @@ def _agent(request: dict[str, Any], number: int, each: int, ends: list[tuple[int
             nproc_per_node=each,
             run_id=str(request["run"]),
             rdzv_backend="static",  # rank numbers follow the order of the hosts
-            rdzv_endpoint=f"{hosts[0]['address']}:{_FIRST_PORT + request['run'] % _PORTS}",
+            rdzv_endpoint=f"{hosts[0]['address']}:{port(request['run'])}",
             rdzv_configs={"rank": number, "timeout": int(JOIN_LIMIT)},
             local_addr=hosts[number]["address"],
             logs_specs=DefaultLogsSpecs(os.devnull),

@@ -69,8 +69,9 @@ def _raise_failed(job: Job, run: Run) -> NoReturn:
             f"\n{_those(gone).capitalize()} closed the connection before {job.name} had returned on every rank." if gone else ""
         )
     others = _others(job, run, number)
+    who = f"rank {number} of {run.ranks}{_on_host(job, number)}"
     if "traceback" in report:
-        message = f"rank {number} of {run.ranks} raised {report['summary']}{what}{others}\n\n{report['traceback']}"
+        message = f"{who} raised {report['summary']}{what}{others}\n\n{report['traceback']}"
         raise RankFailed(message, at_fault, run, report["type"], report["traceback"])
     code, name = report["code"], None
     how = f"exited with code {code}"
@@ -79,7 +80,7 @@ def _raise_failed(job: Job, run: Run) -> NoReturn:
         how = f"was killed by {name}{_MEANING.get(name, '')}"
     when = "after it had returned from" if job.states[number] == "finished" else "before it returned from"
     said = "\n".join(_last_lines(run.output(number)))
-    message = f"rank {number} of {run.ranks} {how} {when} {job.name}.{what}{others}" + (said and f"\n\nIts last lines:\n{said}")
+    message = f"{who} {how} {when} {job.name}.{what}{others}" + (said and f"\n\nIts last lines:\n{said}")
     raise RankDied(message, at_fault, run, code if code >= 0 else None, name)
 
 
@@ -92,6 +93,17 @@ def _report(job: Job, run: Run, number: int) -> dict[str, Any]:
     exit = job.exits[number]
     aborted = exit["code"] == -signal.SIGABRT  # so ends an exception in a thread of compiled code
     return {**exit, "lost_peer": aborted and rank.says_peer_is_gone("\n".join(_last_lines(run.output(number))))}
+
+
+def _on_host(job: Job, number: int) -> str:
+    """Where the rank ran, if there were several hosts, and whether that host has failed."""
+    hosts = len(job.request["hosts"])
+    if not hosts:
+        return ""
+    each = len(job.states) // hosts
+    ranks = range(number // each * each, (number // each + 1) * each)
+    failed = all(job.exits.get(rank, {}).get("code") == -signal.SIGKILL and not job.exits[rank]["killed"] for rank in ranks)
+    return f" on host {number // each}" + (f", where {_those(ranks)} ended at once," if failed and each > 1 else "")
 
 
 def _others(job: Job, run: Run, number: int) -> str:
