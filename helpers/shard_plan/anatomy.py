@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ STYLES = {  # of transformers 5, for linear layers and embeddings; transformers/
     "replicate": WHOLE,
 }
 SUMMED = "replicated_with_grad_allreduce"
+NORM_STYLES = (SUMMED, "sequence_parallel")  # the gradients of all ranks are added up
 ROLES = {
     "q": ("q_proj", "query"),
     "k": ("k_proj", "key"),
@@ -100,9 +102,8 @@ class Anatomy:
                 model = AutoModelForCausalLM.from_config(config_or_model)
         self.model: PreTrainedModel = model
         self.config = model.config.get_text_config()
-        self.heads: int = self.config.num_attention_heads
+        self.heads: int = getattr(self.config, "num_attention_heads", None) or 1
         self.kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.heads
-        self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads
         self.own: dict[str, str] = dict(model.tp_plan or {})
 
     @cached_property
@@ -115,28 +116,34 @@ class Anatomy:
         return {key: _part(key, modules) for key, modules in found.items()}
 
     @cached_property
-    def ends(self) -> tuple[Part, Part]:
-        """(embedding, output matrix)."""
-        names = {module: name for name, module in self.model.named_modules()}
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        return self.parts[generic(names[embedding])], self.parts[generic(names[head])]
+    def ends(self) -> tuple[Part | None, Part | None]:
+        """(embedding, output matrix); None where the model has no such module."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        found = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        embedding, head = (self.parts.get(generic(names.get(id(module), ""))) for module in found)
+        return embedding, head
 
     @property
     def tied(self) -> bool:
         """Whether embedding and output matrix are one tensor."""
         return bool(getattr(self.config, "tie_word_embeddings", False))
 
+    def source(self, key: str) -> str:
+        """The code of the class of a module."""
+        return next(inspect.getsource(type(module)) for name, module in self.model.named_modules() if generic(name) == key)
+
     def groups(self) -> dict[str, dict[str, Part]]:
         """Linear layers by the key of the module around them and their role in attention or MLP, where both ends are found."""
         gathered: dict[str, dict[str, Part]] = {}
         for part in self.parts.values():
-            if part.kind == "linear":
+            if part.kind in ("linear", "Conv1D"):
                 gathered.setdefault(part.group, {})[part.last] = part
         found = {}
         for group, members in gathered.items():
-            roles = {role: members[word] for role, words in ROLES.items() for word in words if word in members}
+            roles = {role: members[word] for role, words in ROLES.items() for word in reversed(words) if word in members}
             attention, mlp = {"q", "k", "v", "qkv"} & set(roles), {"gate", "up", "gate_up"} & set(roles)
             kept = (attention | {"o"} if attention else set()) | (mlp | {"down"} if mlp else set())
+            kept -= {"qkv"} if "q" in kept else set()  # layers of two kinds under one key
             roles = {role: part for role, part in roles.items() if role in kept}
             if ("o" in roles and attention) or ("down" in roles and mlp):
                 found[group] = roles

@@ -69,12 +69,12 @@ def traffic(config_or_model: Any, plan: Plan, tp: int, *, batch: int = 1, tokens
     anatomy = Anatomy(config_or_model)
     passes, length = (tokens, 1) if phase == "decode" else (1, tokens)
     rows: list[tuple[str, Exchange]] = []
-    head = anatomy.ends[1].key
+    head = anatomy.ends[1]
     for key, style in plan.items():
         if key not in anatomy.parts:
             raise ValueError(f"{key!r} matches no module: see shard_plan.check")
         part = anatomy.parts[key]
-        positions = batch * (1 if phase == "prefill" and key == head else length)
+        positions = batch * (1 if phase == "prefill" and part == head else length)
         for op, elements, backward in _sends(part, style, positions):
             if tp > 1 and (not backward or phase == "training"):
                 when = "backward" if backward else "forward" if phase == "training" else phase
