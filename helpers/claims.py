@@ -61,7 +61,7 @@ def verdict(claim_id: str, outcome: str, measured: Any = None, expected: Any = N
     figures = {"measured": _text(measured), "expected": _text(expected)}
     record.note("claim", claim_id, outcome=outcome, **figures, reason=reason, machine=machine.describe().line)
     title = f"{OUTCOMES[outcome]} {claim_id} {outcome}"
-    found = _found({**figures, "reason": reason})
+    found = _found({**figures, "reason": reason, "outcome": outcome})
     record.Card(
         f"{title}: {claim.claim}\n  {found}",
         f"<p><b>{title}:</b> <q>{_html(claim.claim)}</q><br>{_html(found)}</p>",
@@ -109,6 +109,7 @@ def _html(text: str) -> str:
 
 
 def _found(facts: dict[str, str]) -> str:
-    """ "measured 1.93, expected 2: three more cores" """
+    """ "measured 1.93, expected 2: three more cores"; of a condition "measured 1.93, expected 2; only if there are more cores" """
     figures = ", ".join(f"{name} {facts[name]}" for name in ("measured", "expected") if facts[name])
-    return ": ".join(part for part in (figures, facts["reason"]) if part)
+    joint = "; only if " if facts["outcome"] == "holds only if" else ": "
+    return joint.join(part for part in (figures, facts["reason"]) if part)

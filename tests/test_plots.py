@@ -282,6 +282,13 @@ def test_what_cpp_waits_for_counts_from_when_its_rank_was_last_seen_free():
     ]
 
 
+def test_a_limit_is_a_horizontal_line_with_its_name_and_value():
+    words = {"xlabel": "x", "ylabel": "y", "title": "t"}
+    figure = plots.sweep([1, 2], {"peak": [2**20, 2**21]}, limits={"budget": 2**22}, yunit="bytes", **words)
+    (line,) = [line for line in figure.axes[0].lines if line.get_label().startswith("budget")]
+    assert (line.get_label(), set(line.get_ydata())) == ("budget: 4 MiB", {4.0}), "drawn in the unit of the axis"
+
+
 def test_a_logarithmic_axis_is_for_positive_bars_that_stand_apart():
     figure = plots.bars({"a": 0.01, "b": 100.0}, unit="", title="t", log=True)
     assert figure.axes[0].get_xscale() == "log"

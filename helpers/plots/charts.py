@@ -140,12 +140,14 @@ def sweep(
     log: str = "",
     spread: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     marks: Marks = None,
+    limits: Marks = None,
     **text: str,
 ) -> Figure:
     """What was measured as markers, what was predicted as lines, over `x`; a series has one colour in both.
 
     None leaves a point out. `log` is "", "x", "y" or "xy". `spread` holds (lowest, highest) for each point of a measured series,
-    drawn as error bars. `marks` draws a named vertical line at each x. Units as in `compare`, more options as in `bars`.
+    drawn as error bars. `marks` draws a named vertical line at each x, `limits` a named horizontal one at each y. Units as in
+    `compare`, more options as in `bars`.
 
     Raises ValueError for a series whose length is not that of `x`.
     """
@@ -154,7 +156,9 @@ def sweep(
         if len(series) != len(x):
             raise ValueError(f"series {name!r} has {len(series)} values for {len(x)} of x; use None for a point that is missing")
     kinds = {"predicted": predicted, "measured": measured}
+    limits = limits or {}
     values = [value for named in kinds.values() for each in named.values() for value in each if value is not None]
+    values += limits.values()
     spoken = [f"{kind} {name} {_ends(each, yunit)}" for kind, named in kinds.items() for name, each in named.items()]
     over = f"{xlabel} from {amount(x[0], xunit)} to {amount(x[-1], xunit)}"
     alt = f"Line chart of {ylabel} over {over}: {title}. {'; '.join(spoken)}."
@@ -180,6 +184,8 @@ def sweep(
         axes.axvline(at * xfactor, color=style.GREY, linestyle=":")
         place = {"xy": (at * xfactor, 0.98), "xycoords": ("data", "axes fraction"), "va": "top", "fontsize": 9}
         axes.annotate(f" {name}: {amount(at, xunit)}", **place, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+    for name, at in limits.items():
+        axes.axhline(at * yfactor, color="black", linestyle="--", linewidth=1, label=f"{name}: {amount(at, yunit)}")
     axes.legend(fontsize=9, frameon=False)
     return figure
 
@@ -233,7 +239,12 @@ def _axis(axes: Any, which: str, label: str, unit: str, values: Sequence[float],
     base = 16 if unit == "bytes" else 10
     getattr(axes, f"set_{which}scale")("log", base=base)
     axis.set_label_text(label)
-    axis.set_major_locator(LogLocator(base, subs=(1, 3) if base == 10 and max(values) < 1e3 * min(values) else (1,)))
+    axis.set_major_locator(LogLocator(base, subs=_ticks(base, max(values) / min(values))))
     axis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, unit)))
     axis.set_minor_locator(NullLocator())
     return 1.0
+
+
+def _ticks(base: int, spread: float) -> tuple[float, ...]:
+    """The multiples of a power of the base that get a tick: more of them where values span few powers."""
+    return (1,) if base != 10 or spread >= 1e3 else (1, 2, 5) if spread < 30 else (1, 3)

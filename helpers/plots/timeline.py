@@ -22,6 +22,8 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from matplotlib.patches import Patch
+
 from helpers.plots import style
 from helpers.plots.style import Figure, amount, measured_on, scale
 
@@ -104,8 +106,10 @@ def timeline(run: Run, title: str | None = None) -> Figure:
     overlaps = any(blocked[id(each)] > each.start for each in run.collectives)
     looks = {("waiting for another rank" if kind == "idle" else kind): look for kind, look in KINDS.items()}
     looks |= {"below: under way meanwhile": (style.ORANGE, "")} if overlaps else {}
-    looks |= {"above: regions of the job": (style.LIGHT, "")} if run.regions else {}
-    style.legend_above(axes, 3, handles=style.patches(looks))
+    handles = style.patches(looks)
+    if run.regions:
+        handles.append(Patch(facecolor=style.PALETTE[2], alpha=0.45, edgecolor="black", label="above: regions of the job"))
+    style.legend_above(axes, 3, handles=handles)
     return figure
 
 

@@ -51,7 +51,7 @@ class Link:
         parts = [
             f"from {s.smallest:,.0f} B: {s.alpha * 1e6:,.0f} µs + size / {s.bandwidth / 1e9:.2f} GB/s" for s in self.segments
         ]
-        return f"Link({'; '.join(parts)}; fitted within {100 * self.error:.0f} %)"
+        return f"Link({'; '.join(parts)}; typical error of the fit {100 * self.error:.0f} %)"
 
 
 def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
