@@ -1,0 +1,47 @@
+"""Measure here, or go on with what was measured elsewhere and kept in `data/recorded/`, marked with machine and date.
+
+A notebook that needs what not every machine has (two hosts, GPUs) asks for its measurement through `measured_or_recorded`.
+`WORKSHOP_WRITE_RECORDINGS=1 make notebooks NB=06` on a machine that has it writes the recordings anew.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from helpers import machine, record
+
+FOLDER = record.ROOT / "data" / "recorded"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """`values` as JSON gives them back (keys are texts, tuples are lists), `where` for figure footers, `here` if measured now."""
+
+    values: Any
+    where: str
+    here: bool
+
+
+def measured_or_recorded(name: str, measure: Callable[[], Any], possible: bool, why: str) -> Measurement:
+    """What `measure` returns where that is `possible`; else what `data/recorded/<name>.json` holds, after saying `why`.
+
+    Raises FileNotFoundError where it is not possible and nothing was recorded under that name.
+    """
+    file = FOLDER / f"{name}.json"
+    if not possible:
+        if not file.exists():
+            raise FileNotFoundError(f"{name} cannot be measured here ({why}), and {file.name} was never recorded")
+        page = json.loads(file.read_text(encoding="utf-8"))
+        print(f"Not measured here: {why}. What follows was recorded on {page['machine']}, {page['date']}.")
+        return Measurement(page["values"], f"recorded on {page['machine']}, {page['date']}", False)
+    values, line = json.loads(json.dumps(measure())), machine.describe().line
+    if os.environ.get("WORKSHOP_WRITE_RECORDINGS"):
+        page = {"machine": line, "date": datetime.date.today().isoformat(), "values": values}
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(page, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return Measurement(values, f"measured on {line}", True)
