@@ -40,7 +40,8 @@ def saved_by_layer(rank: Rank, layer: int) -> float:
     if shape.qk_norm:
         wide = shape.query + shape.key
         found += ((0 if code.fused else 4) * wide + compute * wide + 4 * (shape.heads + shape.kv_heads)) / tp
-    keys = shape.query if code.expands_keys or rank.workload.attention == "eager" else shape.key
+    expanded = code.expands_keys or (rank.workload.attention == "eager" and rank.workload.checkpointing != "selective")
+    keys = shape.query if expanded else shape.key
     found += compute * 2 * (shape.query / tp + keys / min(tp, keys // shape.head_dim))
     if rank.workload.attention == "sdpa":
         found += 4 * shape.heads / tp
