@@ -1,5 +1,6 @@
 """Stages equal to the unsplit model, schedules against the published formulas, the recorded order of events."""
 
+import itertools
 import re
 from fractions import Fraction
 
@@ -95,7 +96,7 @@ def test_output_and_gradients_are_those_of_the_unsplit_model(whole, schedule, pa
     assert pipeline.idle(slots) == 3 * p * (p - 1)
     assert pipeline.bubble(slots) == (p - 1) / (m + p - 1)
     for row in order:
-        assert all(first.end <= second.start for first, second in zip(row, row[1:], strict=False))
+        assert all(first.end <= second.start for first, second in itertools.pairwise(row))
 
 
 @given(st.sampled_from(["GPipe", "1F1B"]), st.integers(1, 8), st.integers(0, 24), st.integers(1, 5), st.integers(1, 5))
@@ -149,7 +150,7 @@ def test_no_other_cut_has_a_cheaper_costliest_stage(costs, stages):
 
     def worst(ends):
         bounds = [0, *ends, len(costs)]
-        return max(sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+        return max(sum(costs[a:b]) for a, b in itertools.pairwise(bounds))
 
     def cuts(left, first):
         return [()] if not left else [(end, *rest) for end in range(first, len(costs)) for rest in cuts(left - 1, end + 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from matplotlib.colors import to_rgba
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import Rectangle
 
 from helpers.plots import style
@@ -42,11 +42,11 @@ def schedule(placed: Sequence[Sequence[Operation]], title: str, *, unit: str = "
     )
     for rank, row in enumerate(placed):
         for each in row:
-            _, color, ink = KINDS[each.kind]
+            _, face, ink = KINDS[each.kind]
             start, width, text = each.start * factor, (each.end - each.start) * factor, str(each.micro_batch)
             if later := each.stage != min(one.stage for one in row):
-                color, ink = to_rgba(color, 0.5), "black"
-            axes.add_patch(Rectangle((start, rank - 0.42), width, 0.84, facecolor=color, edgecolor="white", linewidth=0.8))
+                face, ink = to_hex(tuple((1 + part) / 2 for part in to_rgb(face))), "black"
+            axes.add_patch(Rectangle((start, rank - 0.42), width, 0.84, facecolor=face, edgecolor="white", linewidth=0.8))
             if each.end - each.start > (0.004 + 0.01 * len(text)) * end:
                 place = (start + width / 2, rank)
                 axes.annotate(text, place, ha="center", va="center", fontsize=7, color=ink, weight="bold" if later else "normal")
