@@ -14,7 +14,7 @@ from helpers.plots.style import Figure
 if TYPE_CHECKING:
     from helpers.shard_plan import Shard, Shards
 
-GAP = 0.35  # between matrices, as a share of the row's longest side
+GAP, LABEL = 0.35, 0.6  # between matrices, and above each, where the longest side is 1
 
 
 def shard_plan(shards: Shards, *, layer: int = 0, title: str | None = None) -> Figure:
@@ -30,28 +30,28 @@ def shard_plan(shards: Shards, *, layer: int = 0, title: str | None = None) -> F
             lines.setdefault(block, []).append(row)
     lines["ends"] = lines.pop("ends", [])
     held, tp = shards.parameters, shards.tp
-    share = max(held) / shards.whole
-    told = f"{tp} ranks: each holds {max(held):,} of {shards.whole:,} parameters ({share:.1%})"
+    told = f"{tp} ranks: each holds {max(held):,} of {shards.whole:,} parameters ({max(held) / shards.whole:.1%})"
     shapes = "; ".join(f"{_label(row)} {row.style or 'whole'}" for rows in lines.values() for row in rows)
+    unit = 1 / (3 * math.sqrt(min(size for rows in lines.values() for row in rows for size in row.shape)))
+    sides = {row.name: [min(math.sqrt(size) * unit, 1) for size in _sizes(row)] for rows in lines.values() for row in rows}
+    heights = [LABEL + max(sides[row.name][0] for row in rows) for rows in lines.values()]
     figure, axes = style.figure(
-        title or told, 0.9 + 1.55 * len(lines), alt=f"Matrices of one layer by rank. {told}. {shapes}.", finding=told, footer=""
+        title or told, 0.6 + sum(heights), alt=f"Matrices of one layer by rank. {told}. {shapes}.", finding=told, footer=""
     )
-    y = 0.0
-    for name, rows in lines.items():
-        sides = [[math.sqrt(size) for size in _sizes(row)] for row in rows]
-        shortest = min((side for pair in sides for side in pair), default=1)
-        unit = 1 / (3 * shortest)
+    y = LABEL
+    for (name, rows), height in zip(lines.items(), heights, strict=True):
         x = 0.0
-        for row, pair in zip(rows, sides, strict=True):
-            height, width = (min(side * unit, 1) for side in pair)
-            _matrix(axes, x, y + (1 - height) / 2, width, height, row, tp)
-            x += max(width, 0.75) + GAP
-        axes.annotate(name.replace("_", " "), (-0.15, y + 0.5), ha="right", va="center", fontsize=9, fontweight="bold")
-        y += 1.75
-    axes.set(xlim=(-0.2, 5.2), ylim=(y, -0.35), aspect="equal")
+        for row in rows:
+            _matrix(axes, x, y, row, tp, *sides[row.name])
+            x += max(sides[row.name][1], 0.9) + GAP
+        axes.annotate(name.replace("_", " "), (-0.2, y + 0.05), ha="right", va="top", fontsize=9, fontweight="bold")
+        y += height
+    axes.set(xlim=(-1.1, 5.4), ylim=(y - LABEL + 0.05, 0))
     axes.axis("off")
-    looks = {f"rank {rank}": style.look(rank) for rank in range(tp)} | {"every rank": (style.LIGHT, "")}
-    axes.legend(handles=style.patches(looks), loc="upper right", fontsize=9, frameon=False)
+    looks = {f"rank {rank}": style.look(rank) for rank in range(tp)}
+    if any(row.style is None for rows in lines.values() for row in rows):
+        looks["every rank"] = (style.LIGHT, "")
+    axes.legend(handles=style.patches(looks), loc="lower right", fontsize=9, frameon=False)
     return figure
 
 
@@ -69,7 +69,7 @@ def _label(row: Shard) -> str:
     return row.name.split(".")[-2]
 
 
-def _matrix(axes: Any, x: float, y: float, width: float, height: float, row: Shard, tp: int) -> None:
+def _matrix(axes: Any, x: float, y: float, row: Shard, tp: int, height: float, width: float) -> None:
     inputs, outputs = _sizes(row)
     axes.annotate(f"{_label(row)}\n{inputs:,} → {outputs:,}\n{row.style or 'whole'}", (x, y - 0.04), fontsize=7, va="bottom")
     if row.style is None:
