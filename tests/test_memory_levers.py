@@ -90,8 +90,8 @@ def test_int8_weights_take_a_byte_each(cells, notebook):
 def test_the_explorer_names_the_category_that_is_the_trouble(cells, notebook):
     exec(cells["explorer"].split("\n\n\n")[0], notebook)
     exec(cells["explorer"].split("\n\n\n")[1].split("\n\nwidgets")[0], notebook)
-    assert "fits a H100-SXM" in notebook["fits"]().get_suptitle()
+    assert "fits into H100-SXM" in notebook["fits"]().get_suptitle()
     small = notebook["fits"](gpu="T4").get_suptitle().replace("\n", " ")
-    assert "does not fit a T4: the trouble is activations" in small
+    assert "too much for T4; the trouble is activations" in small
     states = notebook["fits"](gpu="T4", checkpointing="full", sequence=512, dp=1, zero=0).get_suptitle().replace("\n", " ")
     assert "the trouble is optimizer state" in states
