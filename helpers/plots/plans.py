@@ -10,6 +10,7 @@ from matplotlib.patches import Rectangle
 
 from helpers.plots import style
 from helpers.plots.style import Figure
+from helpers.shard_plan.anatomy import ROLES
 
 if TYPE_CHECKING:
     from helpers.shard_plan import Shard, Shards
@@ -27,8 +28,10 @@ def shard_plan(shards: Shards, *, layer: int = 0, title: str | None = None) -> F
     for row in shards.rows:
         if len(row.shape) == 2 and (re.search(rf"\.{layer}\.", row.name) or not re.search(r"\.\d+\.", row.name)):
             block = row.name.split(".")[-3] if re.search(r"\.\d+\.", row.name) else "ends"
-            lines.setdefault(block, []).append(row)
-    lines["ends"] = lines.pop("ends", [])
+            lines.setdefault("layer" if block.isdigit() else block, []).append(row)
+    lines["ends"] = lines.pop("ends")
+    for rows in lines.values():
+        rows.sort(key=lambda row: _label(row) in ROLES["o"])  # in the order of use
     held, tp = shards.parameters, shards.tp
     told = f"{tp} ranks: each holds {max(held):,} of {shards.whole:,} parameters ({max(held) / shards.whole:.1%})"
     shapes = "; ".join(f"{_label(row)} {row.style or 'whole'}" for rows in lines.values() for row in rows)
