@@ -171,6 +171,7 @@ def test_the_first_cause_of_several_is_named(reports, named, tmp_path):
             (tmp_path / f"error{rank}").write_text(json.dumps(text))
     job = SimpleNamespace(
         name="job",
+        request={"hosts": []},
         states=["ended"] * 3,
         started=[0.0] * 3,
         exits={rank: {"code": 1, "killed": report is None, "time": 9.0} for rank, report in enumerate(reports)},

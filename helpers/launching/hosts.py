@@ -7,6 +7,7 @@ and the keeper the rank, whose end it reports: an agent would end the other rank
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ def port(job: int) -> int:
 @dataclass
 class _Agent:
     pid: int
-    host: int
     ranks: list[_Rank]
     gone: bool = False
 
@@ -42,12 +42,12 @@ class HostsJob(Job):
         pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
         ends = [(events_end, control_end) for _, events_end, control_end, _ in pipes]
         parent = os.getpid()
-        pids = [fork(lambda host=host: _agent(self.request, host, each, ends, parent)) for host in range(len(hosts))]
+        pids = [fork(functools.partial(_agent, self.request, host, each, ends, parent)) for host in range(len(hosts))]
         ranks = [
             self._born(number, 0, events, events_end, control, control_end)
             for number, (events, events_end, control_end, control) in enumerate(pipes)
         ]
-        self.agents = [_Agent(pid, host, ranks[host * each : (host + 1) * each]) for host, pid in enumerate(pids)]
+        self.agents = [_Agent(pid, ranks[host * each : (host + 1) * each]) for host, pid in enumerate(pids)]
         return ranks
 
     def _reap(self) -> None:
