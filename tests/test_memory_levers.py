@@ -56,16 +56,15 @@ def test_levers_cut_what_they_are_for(notebook):
     assert found["BF16 autocast"].parameters == plain.parameters
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_shards_of_every_stage_are_equal_to_the_byte_padding_included(cells, notebook, ranks):
-    source = cells["zero"].replace("[2 * rank : 2 * rank + 2]", f"[2 * rank % {ROWS} :][:2]").replace("ranks=3", f"ranks={ranks}")
-    exec(source, notebook)
+def test_shards_of_every_stage_are_equal_to_the_byte_padding_included(cells, notebook):
+    ranks = 3  # divides neither 1,024 nor 256 rows
+    exec(cells["zero"], notebook)
     exec(cells["zero-compare"].split("\n\n\n")[0], notebook)
     runs = notebook["stages"]
     shapes = runs[0].results[0]["shapes"]
     whole, part = (notebook["shard"](shapes, count) for count in (1, ranks))
     assert whole == 4 * models.parameter_count("tiny-ernie")
-    assert part > whole / ranks or ranks == 2
+    assert part > whole / ranks
     last = sum(max(0, shape[0] - (ranks - 1) * -(-shape[0] // ranks)) * math.prod(shape[1:]) * 4 for shape in shapes)
     for stage, run in runs.items():
         held = part if stage else whole
