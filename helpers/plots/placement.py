@@ -34,7 +34,13 @@ def placement(*layouts: Any, title: str | None = None) -> Figure:
             for number, group in enumerate(each.groups(axis)):
                 color, hatch = style.PALETTE[number % 7], "///" if group in each.crossing(axis) else ""
                 for rank in group:
-                    box = {"facecolor": color, "alpha": 0.55, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+                    box: dict[str, Any] = {
+                        "facecolor": color,
+                        "alpha": 0.55,
+                        "hatch": hatch,
+                        "edgecolor": "white",
+                        "linewidth": 0,
+                    }
                     axes.add_patch(Rectangle((rank + 0.05, top + 0.06), 0.9, 0.88, **box))
                     label = f"{axis} group {number}" if each.world <= 8 else str(number)
                     back = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1}
