@@ -109,7 +109,7 @@ def _html(text: str) -> str:
 
 
 def _found(facts: dict[str, str]) -> str:
-    """ "measured 1.93, expected 2: three more cores"; of a condition "measured 1.93, expected 2; only if there are more cores" """
+    """ "measured 1.93, expected 2: three more cores"; "…; only if there are more cores" """
     figures = ", ".join(f"{name} {facts[name]}" for name in ("measured", "expected") if facts[name])
     joint = "; only if " if facts["outcome"] == "holds only if" else ": "
     return joint.join(part for part in (figures, facts["reason"]) if part)

@@ -62,21 +62,6 @@ def test_code_keeps_the_name_and_the_lines_of_its_cell():
     assert linecache.getline("<cell 5>", 3) == "        return 1 / x\n"
 
 
-def test_a_job_may_name_a_module_of_a_type_of_its_own():
-    """`torch.distributed.config` is one: cloudpickle takes it along wherever a job uses torch.distributed and says `.config`."""
-    import torch.distributed as dist
-    import torch.distributed.config as settings
-
-    assert type(settings) is not type(shipping)
-
-    def job(model):
-        return dist, model.config
-
-    fn, (module,), _ = shipping.loads(shipping.dumps(job, (settings,), {}))
-    assert module is settings
-    assert fn.__closure__[0].cell_contents is dist
-
-
 def test_outside_a_notebook_files_keep_their_names():
     assert shipping.cell_name(__file__) == __file__
     fn, _, _ = shipping.loads(shipping.dumps(lambda: 1, (), {}))
