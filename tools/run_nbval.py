@@ -73,7 +73,7 @@ def promised(path: Path) -> int:
 
 
 def summary(times: Mapping[str, Mapping[str, float]], promises: Mapping[str, int]) -> str:
-    """For each notebook a line with the seconds it took, marked where over twice its promise, and a line with its slowest cells."""
+    """For each notebook the seconds it took, marked where over twice what it promised, and a line with its slowest cells."""
     lines = []
     for notebook, cells in sorted(times.items()):
         total, promise = sum(cells.values()), promises[notebook.removesuffix(".ipynb").rpartition(".")[2]]
