@@ -36,6 +36,7 @@ _MODULES = (
     "machine",
     "measuring",
     "models",
+    "offload",
     "pipeline",
     "plots",
     "predict",

@@ -39,6 +39,7 @@ PUBLIC = {
     "machine",
     "measuring",
     "models",
+    "offload",
     "pipeline",
     "plots",
     "predict",
