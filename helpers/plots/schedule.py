@@ -18,7 +18,7 @@ KINDS = {
     "F": ("forward", style.BLUE, "white"),
     "B": ("backward", style.ORANGE, "black"),
     "I": ("backward: inputs", style.ORANGE, "black"),
-    "W": ("backward: weights", style.SKY, "black"),
+    "W": ("backward: weights", style.GREEN, "white"),
 }
 
 
@@ -56,6 +56,6 @@ def schedule(placed: Sequence[Sequence[Operation]], title: str, *, unit: str = "
     present = {each.kind for row in placed for each in row}
     looks = {name: (color, "") for kind, (name, color, _) in KINDS.items() if kind in present}
     if any(each.stage != row[0].stage for row in placed for each in row):
-        looks["paler: its later stage"] = (style.LIGHT, "")
-    style.legend_above(axes, 4, handles=style.patches(looks))
+        looks["paler, bold: its later stage"] = (style.LIGHT, "")
+    style.legend_above(axes, 3, handles=style.patches(looks))
     return figure
