@@ -36,14 +36,12 @@ class GroupLayout:
         return self.world // self.ranks_per_node
 
     def host(self, rank: int) -> int:
-        """The host that a rank runs on."""
-        return rank // self.ranks_per_node
+        """The host that a rank runs on. Raises IndexError for a rank that is not there."""
+        return self._there(rank) // self.ranks_per_node
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """A rank's place on each axis, outer to inner. Raises IndexError for a rank that is not there."""
-        if not 0 <= rank < self.world:
-            raise IndexError(f"no rank {rank}: this layout has ranks 0 to {self.world - 1}")
-        found = {}
+        found, rank = {}, self._there(rank)
         for axis in reversed(self.order):
             rank, found[axis] = divmod(rank, self.sizes[axis])
         return {axis: found[axis] for axis in self.order}
@@ -98,6 +96,11 @@ class GroupLayout:
             )
         return found + (_model_problems(architecture(config), tp, self.sizes["pp"]) if config is not None else [])
 
+    def _there(self, rank: int) -> int:
+        if not (isinstance(rank, int) and 0 <= rank < self.world):
+            raise IndexError(f"no rank {rank!r}: this layout has ranks 0 to {self.world - 1}")
+        return rank
+
     def __repr__(self) -> str:
         axes = " × ".join(f"{axis} {self.sizes[axis]}" for axis in self.order)
         lines = [f"{self.world} ranks on {self.hosts} host{'s' * (self.hosts > 1)}: {axes}"]
@@ -123,10 +126,12 @@ def layout(
     `ranks_per_node` None is one host. `order` is outer to inner, as for `init_device_mesh`: the last axis has consecutive ranks.
     Raises ValueError where the sizes do not multiply to `world`, hosts would be uneven, or `order` is not the three axes.
     """
-    if min(world, tp, pp, dp or 1, ranks_per_node or 1) < 1:
-        raise ValueError(f"world {world}, tp {tp}, pp {pp}, dp {dp}, ranks_per_node {ranks_per_node}: each must be at least 1")
-    if sorted(order) != sorted(ORDER):
-        raise ValueError(f"order is {tuple(order)}; it must be the axes {', '.join(ORDER)}, outer to inner")
+    given = {"world": world, "tp": tp, "pp": pp, "dp": dp, "ranks_per_node": ranks_per_node}
+    for name, size in given.items():
+        if not (isinstance(size, int) and size >= 1) and not (size is None and name in ("dp", "ranks_per_node")):
+            raise ValueError(f"{name} is {size!r}; it must be a whole number, at least 1")
+    if not isinstance(order, (tuple, list)) or sorted(map(str, order)) != sorted(ORDER):
+        raise ValueError(f"order is {order!r}; it must be the axes {', '.join(ORDER)}, outer to inner, such as {ORDER}")
     if world % (tp * pp):
         raise ValueError(
             f"tp · pp is {tp} · {pp} = {tp * pp}, which does not divide the {world} ranks: some would have no group. "

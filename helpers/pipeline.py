@@ -130,8 +130,8 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     where there are fewer layers than stages.
     """
     layers = len(costs) - 2
-    if not 1 <= stages <= layers:
-        raise ValueError(f"{stages} stages for {layers} layers: at least 1 stage, and at most one a layer")
+    if not isinstance(stages, int) or not 1 <= stages <= layers:
+        raise ValueError(f"{stages!r} stages for {layers} layers: at least 1 stage, and at most one a layer")
 
     @cache
     def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
@@ -152,6 +152,8 @@ def order(schedule: str, ranks: int, micro_batches: int) -> list[list[Operation]
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
+    if not isinstance(ranks, int) or not isinstance(micro_batches, int):
+        raise ValueError(f"{ranks!r} ranks and {micro_batches!r} micro-batches: both must be whole numbers")
     if ranks < 1 or micro_batches < (ranks if schedule == "1F1B" else 1):
         needed = "at least as many micro-batches as ranks" if schedule == "1F1B" else "at least one of each"
         raise ValueError(f"{ranks} ranks and {micro_batches} micro-batches: {schedule} needs {needed}")
@@ -180,10 +182,13 @@ def place(
     F needs the F of the stage before, B (or I) its own F and the B (or I) of the stage behind, W its own I. `seconds` is what
     an operation takes, by kind or by a function of it; an input from another rank comes `message` later.
 
-    Raises ValueError for a text that is no operation, and for an order in which ranks wait for each other for ever.
+    Raises ValueError for a text that is no operation, for one that `seconds` leaves out, and for an order in which ranks wait
+    for each other for ever.
     """
     rows = [[_operation(each, rank) for each in row] for rank, row in enumerate(orders)]
     takes = seconds if callable(seconds) else lambda each: seconds[each.kind]
+    if not callable(seconds) and (missing := {each.kind for row in rows for each in row} - set(seconds)):
+        raise ValueError(f"seconds {dict(seconds)} leaves out {', '.join(sorted(missing))}: what takes how long, such as {SLOTS}")
     last = max((each.stage for row in rows for each in row), default=0)
     made: dict[tuple[str, int, int], tuple[float, int]] = {}  # (what, micro-batch, stage) -> (when, on which rank)
     placed: list[list[Operation]] = [[] for _ in rows]
@@ -214,7 +219,10 @@ def place(
 
 
 def idle(placed: Sequence[Sequence[Operation]]) -> float:
-    """Return the slots or seconds, over all ranks, between 0 and the last end in which a rank does nothing."""
+    """Return the slots or seconds, over all ranks, between 0 and the last end in which a rank does nothing.
+
+    Raises ValueError, as `bubble` does, for operations without times.
+    """
     return len(placed) * _span(placed) - sum(each.end - each.start for row in placed for each in row)
 
 
@@ -227,7 +235,7 @@ def in_flight(row: Sequence[Operation | str]) -> int:
     """Return the most micro-batches of one rank whose forward pass is done and whose backward pass is not: activations kept."""
     now = most = 0
     for each in row:
-        now += {"F": 1, "B": -1, "I": 0, "W": -1}[str(each)[0]]
+        now += {"F": 1, "B": -1, "I": 0, "W": -1}[_operation(each, 0).kind]
         most = max(most, now)
     return most
 
@@ -253,7 +261,10 @@ def recorded(run: Run, step: int = -1) -> list[list[Operation]]:
 
 
 def _span(placed: Sequence[Sequence[Operation]]) -> float:
-    return max(each.end for row in placed for each in row)
+    ends = [getattr(each, "end", 0) for row in placed for each in row]
+    if not any(ends):
+        raise ValueError("these operations have no times yet: idle time is that of place(order(…)), or of recorded(run)")
+    return max(ends)
 
 
 def _operation(given: Operation | str, rank: int) -> Operation:

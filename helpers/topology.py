@@ -27,6 +27,8 @@ KINDS = {  # closest first: what the word means
     "SYS": "the link between sockets",
 }
 _LINK = re.compile(r"NV\d+|PIX|PXB|PHB|NODE|SYS")
+# What a terminal adds (underlines, colours, a title) and the mark at the beginning of a file.
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b\(.|\ufeff")
 _PEER_TO_PEER = {"OK", "CNS", "GNS", "TNS", "NS", "DR"}  # words of another table, `nvidia-smi topo -p2p`
 
 
@@ -56,8 +58,10 @@ class Topology:
     numa: Mapping[int, str]  # NUMA node of each GPU, as printed; empty where the table has no such column
 
     def link(self, a: int | str, b: int | str) -> str:
-        """The word between two devices, GPUs by number: `link(0, "NIC1")`."""
-        return self.links[_name(a), _name(b)]
+        """The word between two devices, GPUs by number: `link(0, "NIC1")`. Raises ValueError for one that is not there."""
+        if (pair := (_name(a), _name(b))) not in self.links:
+            raise ValueError(f"no link of {a!r} and {b!r}: the GPUs are {self.gpus}, the network cards {self.nics}")
+        return self.links[pair]
 
     def islands(self, within: str | None = None) -> tuple[tuple[int, ...], ...]:
         """GPUs that are all joined to each other by `within` or closer; every GPU is in one island, a lonely one in its own.
@@ -66,7 +70,7 @@ class Topology:
         """
         if within is None:
             within = min((self.link(a, b) for a in self.gpus for b in self.gpus if a != b), key=_distance, default="NV")
-        if within not in KINDS and not _LINK.fullmatch(within):
+        if within not in KINDS and not _LINK.fullmatch(str(within)):
             raise ValueError(f"within is {within!r}; it must be one of {', '.join(KINDS)}")
         return self._cliques(_distance(within)[0], len(self.gpus))
 
@@ -133,7 +137,9 @@ def topology(text: str | None = None) -> Topology:
                 "nvidia-smi is not on this machine: pass the text that `nvidia-smi topo -m` printed elsewhere"
             )
         text = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True, timeout=60).stdout
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the header is underlined on a terminal
+    if not isinstance(text, str):
+        raise TypeError(f"topology reads the text of `nvidia-smi topo -m`, not {type(text).__name__}")
+    text = _CONTROL.sub("", text)
     if re.search(r"\bMIG\b", text):
         raise ValueError(
             "the text speaks of MIG: slices of a GPU have no NVLink and no peer-to-peer copies between them, so a matrix of "

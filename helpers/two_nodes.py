@@ -31,6 +31,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACES = ("link0", "link1")
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # ordinary users' may lack ip and tc
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_LEAST_RATE, _MOST_RATE = 8e3, 100e9  # bits a second that the kernel can hold a link at
 _MTU = 9000  # bytes in a packet, as in clusters: 1 % of what is sent are headers, not 5 %
 _LEAST_BURST = 72_000  # bytes sent at once after a pause; the kernel hands over 64 KiB and their headers as one piece
 _BURST_SECONDS = 0.002  # as long as the timer that feeds the link may be late
@@ -137,8 +138,8 @@ class TwoNodes:
         """Both hosts. Raises RuntimeError while they do not exist."""
         if self._guardian is None or self._hosts is None:
             raise RuntimeError("the two hosts are closed: use them inside `with two_nodes(...) as nodes:`, or call nodes.open()")
-        if self._guardian.poll() is not None:
-            raise RuntimeError("the process that held the two hosts was killed; close and open them again")
+        if not all(os.path.exists(path) for host in self._hosts for path in host.namespaces):
+            raise RuntimeError("a process that held the two hosts was killed; close and open them again")
         return self._hosts
 
     def set_rate(self, rate: str) -> None:
@@ -179,7 +180,7 @@ class TwoNodes:
         return f"two hosts on this machine, {ends}, joined at {rate}; {sent} sent by each so far"
 
     def _host(self, number: int) -> Host:
-        if number not in (0, 1):
+        if not isinstance(number, int) or number not in (0, 1):
             raise ValueError(f"host is {number!r}; the hosts are 0 and 1")
         return self.hosts[number]
 
@@ -272,7 +273,10 @@ def _own(kind: str) -> int:
 
 
 def _bytes_per_second(rate: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate) if isinstance(rate, str) else None
-    if match is None or not float(match[1]):
-        raise ValueError(f'rate is {rate!r}; it must be a number of kbit, mbit or gbit (a second), such as "200mbit"')
-    return float(match[1]) * _UNITS[match[2]] / 8
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", rate) if isinstance(rate, str) else None
+    bits = float(match[1]) * _UNITS[match[2]] if match else 0
+    if not _LEAST_RATE <= bits <= _MOST_RATE:
+        raise ValueError(
+            f'rate is {rate!r}; it must be a number of kbit, mbit or gbit (a second), 8kbit to 100gbit, such as "200mbit"'
+        )
+    return bits / 8

@@ -93,7 +93,13 @@ def test_a_models_heads_and_layers_limit_the_axes():
         ({"tp": 4, "dp": 4}, r"4 · 4 · 1 = 16, but there are 8 ranks: right is dp=2"),
         ({"tp": 2, "ranks_per_node": 3}, "must divide 8"),
         ({"order": ("dp", "tp")}, "must be the axes pp, dp, tp"),
-        ({"tp": 0}, "at least 1"),
+        ({"tp": 0}, "tp is 0; it must be a whole number, at least 1"),
+        ({"dp": 0}, "dp is 0"),
+        ({"ranks_per_node": 0}, "ranks_per_node is 0"),
+        ({"tp": 2.0}, "tp is 2.0"),
+        ({"tp": "2"}, "tp is '2'"),
+        ({"order": "pp dp tp"}, "order is 'pp dp tp'; it must be the axes pp, dp, tp"),
+        ({"order": None}, "order is None"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options, says):
@@ -101,8 +107,11 @@ def test_sizes_that_do_not_fit_are_refused(options, says):
         layout(8, **options)
     with pytest.raises(ValueError, match="no axis 'cp'"):
         layout(8).groups("cp")
-    with pytest.raises(IndexError, match="ranks 0 to 7"):
-        layout(8).coordinates(8)
+    for rank in (8, -1, 1.5):
+        with pytest.raises(IndexError, match="ranks 0 to 7"):
+            layout(8).coordinates(rank)
+        with pytest.raises(IndexError, match="ranks 0 to 7"):
+            layout(8).host(rank)
 
 
 def test_the_figure_says_which_groups_cross():
@@ -168,6 +177,26 @@ def test_pairs_with_more_links_are_joined_first():
 def test_a_broken_table_is_refused_with_the_reason(text, says):
     with pytest.raises(ValueError, match=says):
         topology(text)
+
+
+@pytest.mark.parametrize(
+    "pasted",
+    [
+        PAIRS.replace("\n", "\r\n"),
+        PAIRS.replace("\n", "\n\n"),
+        "\ufeff" + PAIRS,
+        "\x1b]0;user@node\x07\x1b[?2004l\r\x1b[K" + PAIRS.replace("NV4", "\x1b[32mNV4\x1b(B\x1b[m"),
+    ],
+)
+def test_what_terminals_and_editors_add_is_passed_over(pasted):
+    assert topology(pasted).islands() == ((0, 1), (2, 3))
+
+
+def test_what_is_no_text_and_no_device_is_said():
+    with pytest.raises(TypeError, match="not bytes"):
+        topology(PAIRS.encode())
+    with pytest.raises(ValueError, match=r"no link of 0 and 9: the GPUs are \(0, 1, 2, 3\)"):
+        topology(PAIRS).link(0, 9)
 
 
 def test_this_machine_is_asked_where_no_text_is_given(monkeypatch, tmp_path):

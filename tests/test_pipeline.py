@@ -136,6 +136,19 @@ def test_wrong_schedules_are_refused():
         pipeline.order("1F1B", 4, 3)
     with pytest.raises(ValueError, match="choose one of GPipe, 1F1B"):
         pipeline.order("gpipe", 4, 4)
+    with pytest.raises(ValueError, match=r"2\.0 ranks and 4 micro-batches: both must be whole numbers"):
+        pipeline.order("GPipe", 2.0, 4)
+
+
+def test_what_has_no_times_or_no_duration_is_refused():
+    for measure in (pipeline.idle, pipeline.bubble):
+        for placed in (pipeline.order("1F1B", 2, 4), [["F0", "B0"]], [[]]):
+            with pytest.raises(ValueError, match="no times yet"):
+                measure(placed)
+    with pytest.raises(ValueError, match="leaves out B"):
+        pipeline.place([["F0", "B0"]], {"F": 1})
+    with pytest.raises(ValueError, match="'X' is no operation"):
+        pipeline.in_flight(["F0", "X"])
 
 
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=9), st.integers(2, 4))

@@ -501,11 +501,30 @@ def test_transformers_merges_a_dictionary_with_its_own_plan_and_refuses_unknown_
 
 
 def test_one_rank_splits_nothing_and_none_is_no_number_of_ranks():
+    import torch
+
     assert shard_plan.check(config("ernie"), plan_of("ernie"), 1) == []
     assert shard_plan.traffic(config("ernie"), plan_of("ernie"), 1).count == 0
     assert shard_plan.shards(config("ernie"), plan_of("ernie"), 1).parameters == (models.parameter_count(config("ernie")),)
-    with pytest.raises(ValueError, match="tp is 0: it must be at least 1"):
-        shard_plan.check(config("ernie"), {}, 0)
+    for ask in (shard_plan.check, shard_plan.shards, shard_plan.traffic):
+        for tp in (0, -1, 2.0, "2", None):
+            with pytest.raises(ValueError, match="it must be a whole number, at least 1"):
+                ask(config("ernie"), {}, tp)
+        for plan in (None, "colwise", [("lm_head", "colwise")], {1: "colwise"}):
+            with pytest.raises(TypeError, match="a plan is a dictionary"):
+                ask(config("ernie"), plan, 2)
+        for model in ("ernie", torch.nn.Linear(2, 2), None):
+            with pytest.raises(TypeError, match="a model or a configuration of transformers, not for"):
+                ask(model, {}, 2)
+
+
+def test_a_model_without_a_head_is_checked_too():
+    import torch
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        body = AutoModel.from_config(config("llama"))
+    assert shard_plan.check(body, shard_plan.published_plan(body), 2) == []
 
 
 def test_problems_show_themselves_one_a_line():

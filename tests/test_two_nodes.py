@@ -283,12 +283,13 @@ def test_what_keeps_the_agents_from_meeting_is_said(nodes):
     [
         ({"ranks": 3}, ValueError, "multiple of 2"),
         ({"ranks": 2, "backend": "nccl"}, ValueError, "nccl"),
+        ({"ranks": 2, "nodes": two_nodes}, TypeError, "must be what `with two_nodes"),
     ],
 )
 @on_two_hosts
 def test_a_call_that_cannot_work_is_refused(nodes, keywords, error, says):
     with pytest.raises(error, match=says):
-        launch(add_up, nodes=nodes, **keywords)
+        launch(add_up, **{"nodes": nodes, **keywords})
 
 
 # ------------------------------------------------------------------------------------------------------------- plain commands
@@ -423,8 +424,11 @@ def test_hosts_can_be_opened_again_but_not_used_while_closed():
                 nodes.open()
     nodes.close()
     nodes.open()
-    os.kill(nodes.hosts[0].pid, signal.SIGKILL)
-    wait_until(lambda: "was killed" in str(_error(lambda: nodes.hosts)), "the end of what holds the hosts is seen")
+    for number in (0, 1):
+        os.kill(nodes.hosts[number].pid, signal.SIGKILL)
+        wait_until(lambda: "was killed" in str(_error(lambda: nodes.hosts)), "the end of what holds the hosts is seen")
+        nodes.close()
+        nodes.open()
     nodes.close()
 
 
@@ -435,7 +439,9 @@ def _error(use):
         return error
 
 
-@pytest.mark.parametrize("rate", ["fast", "200", "0mbit", "-1gbit", "1gbit; true", 1e9, None])
+@pytest.mark.parametrize(
+    "rate", ["fast", "200", "0mbit", "-1gbit", "1 gbit", "1gbit; true", "0.001kbit", "9999gbit", "٣mbit", 1e9, None]
+)
 def test_a_rate_that_is_none_is_refused(rate):
     with pytest.raises(ValueError, match="it must be a number of kbit, mbit or gbit"):
         two_nodes(rate=rate)

@@ -127,7 +127,7 @@ def _hosts(nodes: Any, ranks: int, backend: str) -> list[dict[str, Any]]:
     if nodes is None:
         return []
     hosts = getattr(nodes, "hosts", None)
-    if hosts is None:
+    if not isinstance(hosts, tuple):  # also a class that nobody has called
         raise TypeError(f"nodes is {nodes!r}; it must be what `with two_nodes(...) as nodes` gives")
     if ranks % len(hosts):
         raise ValueError(f"ranks is {ranks}; on {len(hosts)} hosts it must be a multiple of {len(hosts)}: they get equally many")

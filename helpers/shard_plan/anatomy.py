@@ -93,11 +93,12 @@ class Anatomy:
 
     def __init__(self, config_or_model: Any) -> None:
         import torch
+        from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
         model = config_or_model
-        if not isinstance(model, torch.nn.Module):
-            from transformers import AutoModelForCausalLM
-
+        if not isinstance(model, (PreTrainedModel, PreTrainedConfig)):
+            raise TypeError(f"a plan is for a model or a configuration of transformers, not for {type(model).__name__}")
+        if not isinstance(model, PreTrainedModel):
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config_or_model)
         self.model: PreTrainedModel = model
@@ -153,6 +154,14 @@ class Anatomy:
 def generic(name: str) -> str:
     """A module's key: numbers between dots become `*`, as transformers looks names up in a plan."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def refuse(plan: Plan, tp: int) -> None:
+    """Raise TypeError for a plan that is no dictionary with texts as keys, ValueError for a `tp` that is no number of ranks."""
+    if not isinstance(plan, Mapping) or not all(isinstance(key, str) for key in plan):
+        raise TypeError(f'a plan is a dictionary such as {{"model.layers.*.mlp.up_proj": "colwise"}}; this is {plan!r}')
+    if not isinstance(tp, int) or tp < 1:
+        raise ValueError(f"tp is {tp!r}: it must be a whole number, at least 1")
 
 
 def published_plan(config_or_model: Any) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from helpers.shard_plan.anatomy import NORM_STYLES, STYLES, WHOLE, Anatomy, Part, Plan, Style, generic
+from helpers.shard_plan.anatomy import NORM_STYLES, STYLES, WHOLE, Anatomy, Part, Plan, Style, generic, refuse
 
 RULES = yaml.safe_load((Path(__file__).parents[2] / "data" / "plan_problems.yaml").read_text(encoding="utf-8"))
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout", "embd_pdrop", "dropout")
@@ -50,8 +50,7 @@ def check(config_or_model: Any, plan: Plan, tp: int) -> list[Problem]:
     names are judged; of other modules (experts, latent or linear attention) only keys and styles. Raises ValueError for a `tp`
     below 1.
     """
-    if tp < 1:
-        raise ValueError(f"tp is {tp}: it must be at least 1")
+    refuse(plan, tp)
     found = _Check(Anatomy(config_or_model), plan, tp)
     found.keys()
     if tp > 1:
@@ -254,7 +253,7 @@ class _Check:
         for name in DROPOUTS:
             if (getattr(self.anatomy.config, name, 0) or 0) > 0:
                 self.add("dropout", f"config.{name}")
-        if getattr(self.anatomy.model.generation_config, "do_sample", False):
+        if getattr(getattr(self.anatomy.model, "generation_config", None), "do_sample", False):
             self.add("sampling", "generation_config.do_sample")
 
 

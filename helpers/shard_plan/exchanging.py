@@ -9,7 +9,7 @@ from typing import Any
 
 from helpers import predict
 from helpers.predict import Exchange
-from helpers.shard_plan.anatomy import STYLES, SUMMED, Anatomy, Part, Plan
+from helpers.shard_plan.anatomy import STYLES, SUMMED, Anatomy, Part, Plan, refuse
 
 PHASES = ("forward", "training", "prefill", "decode")
 
@@ -66,6 +66,7 @@ def traffic(config_or_model: Any, plan: Plan, tp: int, *, batch: int = 1, tokens
     """
     if phase not in PHASES:
         raise ValueError(f"phase {phase!r}: choose one of {', '.join(PHASES)}")
+    refuse(plan, tp)
     anatomy = Anatomy(config_or_model)
     passes, length = (tokens, 1) if phase == "decode" else (1, tokens)
     rows: list[tuple[str, Exchange]] = []

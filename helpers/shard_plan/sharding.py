@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from helpers.shard_plan.anatomy import STYLES, Anatomy, Plan, generic
+from helpers.shard_plan.anatomy import STYLES, Anatomy, Plan, generic, refuse
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,6 +76,7 @@ def shards(config_or_model: Any, plan: Plan, tp: int) -> Shards:
 
     A dimension that does not divide is cut as torch.chunk cuts it: equal parts, the last ranks getting less or nothing.
     """
+    refuse(plan, tp)
     anatomy = Anatomy(config_or_model)
     rows = []
     seen = {name for name, _ in anatomy.model.named_parameters()}  # a tied matrix under its first name only
