@@ -13,10 +13,12 @@ import dis
 import html
 import importlib.util
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from numbers import Real
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -87,6 +89,8 @@ def judge(id: str, answer: Any) -> Judgement:
     exercise = find(id)
     if unanswered(answer):
         return Judgement("not answered yet", f'Replace the ... above, then run this cell again; hint("{id}") helps.')
+    if isinstance(exercise.answer, FunctionType) and not callable(answer):
+        return Judgement("wrong", f"The answer is a function, itself and not its result; yours is a {type(answer).__name__}.")
     try:
         return Judgement("solved", exercise.check(answer))
     except Wrong as wrong:
@@ -169,6 +173,15 @@ def load(notebook: str) -> list[Exercise]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return list(module.EXERCISES)
+
+
+def as_number(answer: Any) -> Real | None:
+    """The finite number that an answer is, also one of numpy or a tensor of one element; None where it is none."""
+    value = answer.item() if getattr(answer, "ndim", None) == 0 else answer
+    try:
+        return value if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) else None
+    except OverflowError:  # larger than any float
+        return None
 
 
 def unanswered(answer: Any) -> bool:

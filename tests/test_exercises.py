@@ -1,4 +1,9 @@
+import math
+from fractions import Fraction
+
+import numpy as np
 import pytest
+import torch
 
 from helpers import exercises, record
 
@@ -93,8 +98,19 @@ def test_an_answer_that_raises_shows_its_line_and_does_not_raise(capsys):
     assert said.rstrip().endswith("ZeroDivisionError: division by zero")
 
 
-def test_an_answer_of_the_wrong_kind_is_said_in_the_errors_own_words():
-    assert exercises.judge("90.1", 5).error == "TypeError: 'int' object is not callable"
+def test_a_value_where_a_function_is_asked_for_is_said():
+    found = exercises.judge("90.1", 5)
+    assert (found.state, found.error) == ("wrong", "")
+    assert "is a function, itself and not its result; yours is a int" in found.message
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [(3, 3), (2.5, 2.5), (np.float32(2.5), 2.5), (torch.tensor(3), 3), (Fraction(5, 2), 2.5), (0, 0)]
+    + [(none, None) for none in (True, math.nan, math.inf, 10**400, "3", [3], np.ones(2), torch.ones(2), 1j, None)],
+)
+def test_numbers_are_known_however_they_were_made(answer, number):
+    assert exercises.as_number(answer) == number
 
 
 def test_a_job_that_fails_when_the_check_runs_it_shows_its_own_error(monkeypatch):

@@ -1,18 +1,23 @@
 """Every notebooks/solutions/NN.py: the answer passes, also put into its stub; each wrong answer gets its message."""
 
 import ast
+import sys
 import textwrap
+from fractions import Fraction
 from pathlib import Path
 from types import FunctionType
 
+import cloudpickle
 import nbformat
+import numpy as np
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from notebook_files import course_notebooks, read
 from publish import execute
 
-from helpers import exercises
+from helpers import exercises, pipeline
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as with the functions of a cell
 IDS = [id for id, _ in exercises.listed()]
 NOTEBOOKS = {path.name[:2]: path for path in course_notebooks()}
 
@@ -64,6 +69,42 @@ def test_an_answer_passes_its_own_check(id):
     found = exercises.judge(id, exercise.answer)
     assert found.state == "solved", f"{found.message}\n{found.error}"
     assert found.message
+
+
+def orders_as_planned(rank, ranks, micro_batches):
+    return tuple(pipeline.order("1F1B", ranks, micro_batches)[rank])
+
+
+def sum_in_four_steps(mesh, tensor):
+    import torch.distributed as dist
+
+    local, across = mesh.get_group("local"), mesh.get_group("host")
+    part = tensor.new_empty(len(tensor) // mesh["local"].size())
+    dist.reduce_scatter_single(part, tensor, group=local)
+    share = part.new_empty(len(part) // mesh["host"].size())
+    dist.reduce_scatter_single(share, part, group=across)
+    dist.all_gather_single(part, share, group=across)
+    dist.all_gather_single(tensor, part, group=local)
+
+
+@pytest.mark.parametrize(
+    ("id", "answer"),
+    [
+        ("04.3", {4, 2, 1}),
+        ("04.5", np.float32(160 * 15e-3)),
+        ("05.1", 7 / 0.1 - 7),
+        ("05.2", orders_as_planned),
+        ("05.4", {"pipeline": np.int64(8192), "tensor": 393216.0}),
+        ("06.1", np.array([6, 3, 7, 2, 4, 1, 5, 0])),
+        ("06.3", sum_in_four_steps),
+        ("06.4", Fraction(28 * 10**9)),
+        ("07.1", {"micro_batches": True, "checkpointing": "none", "chunks": 8.0}),
+        ("07.5", np.int64(14_218_750_000)),
+    ],
+)
+def test_right_answers_pass_however_they_are_written(id, answer):
+    found = exercises.judge(id, answer)
+    assert found.state == "solved", f"{found.message}\n{found.error}"
 
 
 @pytest.mark.parametrize("id", IDS)

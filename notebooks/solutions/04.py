@@ -1,19 +1,22 @@
 """Notebook 04: answers, hints, checks, and wrong answers with the message each gets."""
 
+import itertools
+import math
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from helpers import launch, shard_plan
-from helpers.exercises import Exercise, Wrong
+from helpers.exercises import Exercise, Wrong, as_number
 
 RANKS = 3  # in the checks: not the number that the notebook shows
 
 
 def unseen_config():
     return LlamaConfig(hidden_size=96, num_attention_heads=12, num_key_value_heads=3, head_dim=8, intermediate_size=120,
-                       num_hidden_layers=2, vocab_size=64, tie_word_embeddings=False, max_position_embeddings=64)  # fmt: skip
+                       num_hidden_layers=2, vocab_size=66, tie_word_embeddings=False, max_position_embeddings=64)  # fmt: skip
 
 
 def check_repaired(answer):
@@ -74,8 +77,8 @@ def check_row_wise(answer):
     right = x @ weight.T + bias
     for rank, own in enumerate(run.results):
         if not isinstance(own, torch.Tensor) or own.shape != right.shape:
-            found = tuple(own.shape) if isinstance(own, torch.Tensor) else own
-            raise Wrong(f"Rank {rank} returned {found!r} where a tensor of {tuple(right.shape)} was expected, on every rank.")
+            found = f"a tensor of {tuple(own.shape)}" if isinstance(own, torch.Tensor) else f"a {type(own).__name__}"
+            raise Wrong(f"Rank {rank} returned {found} where a tensor of {tuple(right.shape)} was expected, on every rank.")
     sent = [c for c in run.collectives if c.rank == 0]
     own = run.results[0]
     if torch.allclose(own, right + (RANKS - 1) * bias, atol=1e-4):
@@ -118,9 +121,10 @@ def gathered_everything(x, weight, bias):
 
 
 def check_degrees(answer):
-    if isinstance(answer, (str, dict)) or not hasattr(answer, "__iter__"):
+    given = [as_number(each) for each in answer] if hasattr(answer, "__iter__") and not isinstance(answer, dict) else [None]
+    if None in given:
         raise Wrong(f"The answer is a list of numbers of ranks, such as [1, 3]; yours is {answer!r}.")
-    found = sorted(set(answer))
+    found = sorted(set(given))
     if found == [1, 2, 4, 7, 14, 28]:
         raise Wrong("Those divide the 28 query heads. The 4 KV heads must be shared out too: 7 ranks cannot share 4.")
     if 8 in found:
@@ -152,9 +156,11 @@ def check_greedy(answer):
 
     run = launch(job, ranks=RANKS, backend="gloo", timeout=20)
     right = [int(case.argmax()) for case in cases]
-    first = run.results[0][0]
-    if isinstance(first, bool) or not isinstance(first, int):
-        raise Wrong(f"Return an int, the id of the word; yours returned {first!r}. int(tensor) makes one of a tensor.")
+    for token in itertools.chain(*run.results):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise Wrong(
+                f"Return an int on every rank, the id of the word; yours returned {token!r}. int(tensor) makes one of a tensor."
+            )
     if any(result != run.results[0] for result in run.results):
         raise Wrong(f"The ranks chose {[result[2] for result in run.results]}: they must agree, so they must exchange something.")
     if run.results[0] == [token % words for token in right]:
@@ -202,8 +208,9 @@ def a_tensor(logits):
 
 
 def check_milliseconds(answer):
-    if isinstance(answer, bool) or not isinstance(answer, (int, float)):
-        raise Wrong(f"The answer is a number of milliseconds; yours is {answer!r}.")
+    given, answer = answer, as_number(answer)
+    if answer is None:
+        raise Wrong(f"The answer is a number of milliseconds; yours is {given!r}.")
     for value, message in {
         1.2: "That is one all-reduce per layer. A block has two pairs of matrices: attention and MLP.",
         0.0024: "That is in seconds.",
@@ -272,6 +279,7 @@ EXERCISES = [
             ([1, 2, 4, 8], "8 divides"),
             ([2, 4], "1 is a number"),
             (4, "a list of numbers"),
+            (["1", 2, [4]], "a list of numbers"),
         ],
     ),
     Exercise(
@@ -304,6 +312,7 @@ EXERCISES = [
             (0.3, "follow one another"),
             (0.0024, "in seconds"),
             ("2.4", "is a number"),
+            (math.nan, "is a number"),
         ],
     ),
 ]

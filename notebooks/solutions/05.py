@@ -4,14 +4,15 @@ import torch
 import torch.distributed as dist
 
 from helpers import launch, pipeline
-from helpers.exercises import Exercise, Wrong
+from helpers.exercises import Exercise, Wrong, as_number
 
 RANKS = 4  # in the check of 05.3
 
 
 def check_micro_batches(answer):
-    if isinstance(answer, bool) or not isinstance(answer, int):
-        raise Wrong(f"The answer is a whole number of micro-batches; yours is {answer!r}.")
+    given, answer = answer, as_number(answer)
+    if answer is None or answer % 1:
+        raise Wrong(f"The answer is a whole number of micro-batches; yours is {given!r}.")
     if answer == 70:
         raise Wrong("70 comes from 7/m ≤ 0.1. The bubble is a share of all the time, idle time included: 7/(m + 7).")
     if answer == 72:
@@ -34,9 +35,14 @@ def my_order(rank, ranks, micro_batches):
     return order
 
 
+def _texts(order):
+    """An order written as a tuple, a generator or with operations of `pipeline`, as a list of texts."""
+    return order if isinstance(order, (str, dict)) or not hasattr(order, "__iter__") else [str(each) for each in order]
+
+
 def check_order(answer):
     for ranks, count in ((3, 7), (4, 4)):
-        given = [answer(rank, ranks, count) for rank in range(ranks)]
+        given = [_texts(answer(rank, ranks, count)) for rank in range(ranks)]
         wanted = {f"{kind}{number}" for kind in "FB" for number in range(count)}
         for rank, order in enumerate(given):
             if not isinstance(order, list):
@@ -103,7 +109,10 @@ def check_tied(answer):
         return gradient
 
     run = launch(job, ranks=RANKS, backend="gloo", timeout=8)
-    values = [run.results[rank].flatten()[0].item() for rank in (0, last)]
+    ends = [run.results[rank] for rank in (0, last)]
+    if any(end.shape != shape or (end != end[0, 0]).any() for end in ends):
+        raise Wrong("The gradient is a matrix: all of it has to be the sum, and keep its shape.")
+    values = [end[0, 0].item() for end in ends]
     handed = {c.rank for c in run.collectives if c.bytes >= 4 * shape[0] * shape[1]}
     if values == [1.0, RANKS]:
         raise Wrong("Both gradients are what they were: the sum has to stand in gradient itself, in place.")
@@ -153,25 +162,29 @@ def one_way(gradient):
         gradient += other
 
 
+def one_row(gradient):
+    ends = dist.new_group([0, dist.get_world_size() - 1])
+    if gradient is not None:
+        dist.all_reduce(gradient[0], group=ends)
+
+
 def check_bytes(answer):
     right = {"tensor": 24 * 2 * 4096 * 2, "pipeline": 4096 * 2}
-    if not isinstance(answer, dict) or set(answer) != set(right) or not all(isinstance(each, int) for each in answer.values()):
+    if not isinstance(answer, dict) or set(answer) != set(right) or None in map(as_number, answer.values()):
         raise Wrong(f'The answer is a dict of two whole numbers, {{"tensor": …, "pipeline": …}}; yours is {answer!r}.')
-    for name, number in answer.items():
-        if number == 2 * right[name]:
+    for name, given in ((name, as_number(each)) for name, each in answer.items()):
+        if given == 2 * right[name]:
             raise Wrong(
-                f"{name}: {number:,} is twice the right number. BF16 has 2 bytes, and one pass over a prompt goes forward only."
+                f"{name}: {given:,} is twice the right number. BF16 has 2 bytes, and one pass over a prompt goes forward only."
             )
-        if name == "tensor" and number == right["tensor"] // 2:
+        if name == "tensor" and given == right["tensor"] // 2:
             raise Wrong("tensor: a layer needs two all-reduces, one after attention and one after the MLP.")
-        if name == "tensor" and number == right["tensor"] // 24:
+        if name == "tensor" and given == right["tensor"] // 24:
             raise Wrong("tensor: that is one layer; all 24 do it.")
-        if name == "pipeline" and number in (24 * 4096 * 2, 12 * 4096 * 2):
+        if name == "pipeline" and given in (24 * 4096 * 2, 12 * 4096 * 2):
             raise Wrong("pipeline: within a stage nothing is sent. Hidden states leave the first GPU once, after its last layer.")
-        if number != right[name]:
-            raise Wrong(
-                f"{name}: {number:,} B is not it. Count the messages of one token, and multiply by hidden size × 2 bytes."
-            )
+        if given != right[name]:
+            raise Wrong(f"{name}: {given:,} B is not it. Count the messages of one token, and multiply by hidden size × 2 bytes.")
     return "393,216 B against 8,192 B a token: 48 times as much, so over a slow link the pipeline it is."
 
 
@@ -221,6 +234,7 @@ EXERCISES = [
             (the_mean, "That is the mean"),
             (not_in_place, "in place"),
             (one_way, "both must hold the sum"),
+            (one_row, "all of it"),
         ],
     ),
     Exercise(

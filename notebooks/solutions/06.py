@@ -1,11 +1,13 @@
 """Notebook 06: answers, hints, checks, and wrong answers with the message each gets."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from helpers import launch
-from helpers.exercises import Exercise, Wrong
+from helpers import launch, predict
+from helpers.exercises import Exercise, Wrong, as_number
 
 PARTNERS = {0: 5, 1: 4, 2: 7, 3: 6}
 BRIDGED = {frozenset(pair) for pair in PARTNERS.items()}
@@ -13,11 +15,13 @@ SIZE = 720  # numbers in the checks' tensors: every group size used here divides
 
 
 def check_placement(answer):
-    if not isinstance(answer, (list, tuple)) or sorted(map(str, answer)) != sorted(map(str, range(8))):
+    listed = hasattr(answer, "__iter__") and not isinstance(answer, (dict, set))
+    given = [as_number(each) for each in answer] if listed else [None]
+    if None in given or sorted(given) != list(range(8)):
         raise Wrong(f"The answer is a list of the eight GPU numbers 0 to 7, each once; yours is {answer!r}.")
-    groups = [answer[first : first + 2] for first in range(0, 8, 2)]
+    groups = [given[first : first + 2] for first in range(0, 8, 2)]
     wrong = [group for group in groups if frozenset(group) not in BRIDGED]
-    if wrong and all(frozenset((answer[rank], answer[rank + 4])) in BRIDGED for rank in range(4)):
+    if wrong and all(frozenset((given[rank], given[rank + 4])) in BRIDGED for rank in range(4)):
         raise Wrong(
             'You joined the ranks r and r + 4. In a mesh ("dp", "tp") the last axis has consecutive ranks: the TP groups are the '
             "ranks 0 and 1, 2 and 3, 4 and 5, 6 and 7."
@@ -46,8 +50,9 @@ def check_average(answer):
         gradients = [
             torch.full((SIZE,), float(10 * mesh["tp"].get_local_rank() + 3 ** mesh["dp"].get_local_rank())) for _ in range(2)
         ]
-        answer(mesh, gradients)
-        return [gradient[0].item() for gradient in gradients], mesh["tp"].get_local_rank()
+        answer(mesh, list(gradients))
+        ends = [end.item() for gradient in gradients for end in (gradient.min(), gradient.max())]
+        return ends, mesh["tp"].get_local_rank()
 
     run = launch(job, ranks=6, backend="gloo", timeout=20)
     replicas = {(0, 1, 2), (3, 4, 5)}
@@ -74,9 +79,10 @@ def check_average(answer):
             "Half of the right gradient: you divided by the world size. Only the replicas count, dist.get_world_size(group)."
         )
     if not close(1):
+        rank, own = next((rank, own) for rank, row in enumerate(values) for own in row if not abs(own - right[rank]) < 1e-3)
         raise Wrong(
-            f"The replicas hold 1, 3 and 9 more than 10 × their part, so the mean is {right[0]:.3g}; "
-            f"rank 0 has {values[0][0]:.3g}."
+            f"The replicas hold 1, 3 and 9 more than 10 × their part, so the mean on rank {rank} is {right[rank]:.3g}; it has "
+            f"{own:.3g} in a gradient. All of each tensor has to change, in place: a new one in the list reaches no weight."
         )
     sent = sum(c.bytes for c in run.collectives if c.rank == 0)
     return f"Right mean over the replicas, {sent:,} B handed over in DP groups only."
@@ -92,6 +98,13 @@ def average_over_tp(mesh, gradients):
     for gradient in gradients:
         dist.all_reduce(gradient, group=mesh.get_group("tp"))
         gradient /= mesh["tp"].size()
+
+
+def new_tensors(mesh, gradients):
+    for place, gradient in enumerate(gradients):
+        total = gradient.clone()
+        dist.all_reduce(total, group=mesh.get_group("dp"))
+        gradients[place] = total / mesh["dp"].size()
 
 
 def only_summed(mesh, gradients):
@@ -127,18 +140,19 @@ def check_sum(answer):
     run = launch(job, ranks=6, backend="gloo", timeout=20)
     right = 6 * torch.arange(float(SIZE)) + 1000 * 15
     for rank, found in enumerate(run.results):
-        if not torch.allclose(found, right):
-            places = int((found - right).abs().gt(1e-3).sum())
+        if found.shape != right.shape or found.dtype != right.dtype:
+            raise Wrong(f"Rank {rank} has {found.dtype} of {tuple(found.shape)}: change the numbers in tensor, not its kind.")
+        if places := int((~torch.isclose(found, right)).sum()):
             raise Wrong(
                 f"Rank {rank} has the right sum at {SIZE - places} of {SIZE} places. Three steps: reduce-scatter inside the host "
                 f"gives each local rank a part, all-reduce sums that part over hosts, all-gather inside the host puts the parts "
                 f"together."
             )
     crossing = [c for c in run.collectives if c.rank == 0 and c.bytes >= 64 and len({rank // 3 for rank in c.group}) > 1]
-    over = sum(c.bytes for c in crossing)
+    over = sum(predict.traffic(c.op, c.bytes, len(c.group), backend="nccl").sent for c in crossing)
     if over > 4 * SIZE // 3:
         raise Wrong(
-            f"The sum is right, but rank 0 handed {over:,} B to collectives that cross hosts; {4 * SIZE // 3:,} B are enough: "
+            f"The sum is right, but rank 0 sends {over:,} B in collectives that cross hosts; {4 * SIZE // 3:,} B are enough: "
             f"a third of the tensor, because the three ranks of a host can share the work. Reduce-scatter inside the host first."
         )
     return f"Right sum, and {over:,} B a rank across hosts instead of {4 * SIZE:,} B."
@@ -166,8 +180,9 @@ def not_gathered(mesh, tensor):
 
 
 def check_leaving(answer):
-    if isinstance(answer, bool) or not isinstance(answer, (int, float)):
-        raise Wrong(f"The answer is a number of bytes; yours is {answer!r}.")
+    given, answer = answer, as_number(answer)
+    if answer is None:
+        raise Wrong(f"The answer is a number of bytes; yours is {given!r}.")
     right = 8 * 2 * 7 / 8 * (8e9 / 8 * 2)
     for factor, message in {
         right / 8: "That is what one rank sends. A host has 8 ranks, each in a ring of its own.",
@@ -199,6 +214,7 @@ EXERCISES = [
             ([0, 1, 2, 3, 4, 5, 6, 7], "no NVLink between them"),
             ([0, 1, 2, 3, 5, 4, 7, 6], "the last axis has consecutive ranks"),
             ([0, 5, 1, 4], "each once"),
+            (["0", "5", "1", "4", "2", "7", "3", "6"], "each once"),
         ],
     ),
     Exercise(
@@ -216,6 +232,7 @@ EXERCISES = [
             (only_summed, "3 times too large"),
             (divided_by_world, "you divided by the world size"),
             (divided_only, "Nothing was exchanged"),
+            (new_tensors, "in place"),
         ],
     ),
     Exercise(
@@ -246,6 +263,7 @@ EXERCISES = [
             (16e9, "size of the gradients"),
             (56e9, "2 bytes, not 4"),
             ("28 GB", "is a number"),
+            (math.nan, "is a number"),
         ],
     ),
 ]

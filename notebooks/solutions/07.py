@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import launch
-from helpers.exercises import Exercise, Wrong
+from helpers.exercises import Exercise, Wrong, as_number
 from helpers.measuring import memory
 
 RANKS = 3  # in the checks: not the number that the notebook shows
@@ -65,6 +65,7 @@ def check_fit(answer):
     for name, choices in ALLOWED.items():
         if answer[name] not in choices:
             raise Wrong(f"{name} is {answer[name]!r}; choose one of {', '.join(map(str, choices))}.")
+    answer = {name: choices[choices.index(answer[name])] for name, choices in ALLOWED.items()}  # 8 for 8.0
     if 8 // answer["micro_batches"] < LEAST_ROWS:
         raise Wrong(
             f"{answer['micro_batches']} micro-batches of {8 // answer['micro_batches']} sequences: the run asks for at least "
@@ -173,8 +174,9 @@ def check_shards(answer):
         return use.parameters
 
     measured, own = launch(job, ranks=RANKS, backend="gloo", timeout=30).results[0], answer(shapes, RANKS)
-    if isinstance(own, bool) or not isinstance(own, (int, float)):
-        raise Wrong(f"Return a number of bytes; yours is {own!r}.")
+    given, own = own, as_number(own)
+    if own is None:
+        raise Wrong(f"Return a number of bytes; yours is {given!r}.")
     whole = sum(math.prod(shape) for shape in shapes) * 4
     if own == whole:
         raise Wrong(f"{own:,} B is the whole model; each of the {RANKS} ranks holds a part of every tensor.")
@@ -184,7 +186,10 @@ def check_shards(answer):
             f"and {RANKS} ranks do not divide each of them: the parts are rounded up."
         )
     if own != measured:
-        raise Wrong(f"{own:,} B; FSDP2 holds {measured:,} B on each of {RANKS} ranks. Round the first dimension up, not down.")
+        raise Wrong(
+            f"{own:,} B; FSDP2 holds {measured:,} B on each of {RANKS} ranks. Cut the first dimension of each tensor, and round "
+            "up, not down; an FP32 number has 4 bytes."
+        )
     return f"{measured:,} B on each of {RANKS} ranks, padding included; 1/{RANKS} of the model would be {whole / RANKS:,.0f} B."
 
 
@@ -220,16 +225,21 @@ def check_chunks(answer):
         head.weight.grad = None
         with memory.track(head, head=head) as use:
             loss = answer(head, hidden, targets, chunks)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                return loss.detach() if isinstance(loss, torch.Tensor) else loss
             loss.backward()
         return loss.item(), head.weight.grad, right, use
 
-    loss, gradient, (right, right_gradient), use = launch(job, ranks=1, backend="gloo", timeout=30).results[0]
-    if abs(loss - right) > 1e-5 * right:
+    found = launch(job, ranks=1, backend="gloo", timeout=30).results[0]
+    if not isinstance(found, tuple) or len(found) != 4:
+        raise Wrong(f"Return the mean as a tensor of one number, with its history for backward; yours is {found!r}.")
+    loss, gradient, (right, right_gradient), use = found
+    if not abs(loss - right) <= 1e-5 * right:
         raise Wrong(
             f"The loss is {loss:.5f}, that of all tokens at once {right:.5f}. {tokens} tokens in {chunks} chunks are not equal "
             "parts: add the sums and divide once by the number of tokens."
         )
-    if (gradient - right_gradient).norm() > 1e-4 * right_gradient.norm():
+    if gradient is None or (gradient - right_gradient).norm() > 1e-4 * right_gradient.norm():
         raise Wrong("The loss is right, the gradient is not: every chunk has to be part of it.")
     one = math.ceil(tokens / chunks) * vocabulary * 4
     if use.logits > one:
@@ -262,9 +272,14 @@ def all_logits(head, hidden, targets, chunks):
     return F.cross_entropy(head(hidden), targets)
 
 
+def without_history(head, hidden, targets, chunks):
+    return F.cross_entropy(head(hidden), targets).item()
+
+
 def check_state(answer):
-    if isinstance(answer, bool) or not isinstance(answer, (int, float)):
-        raise Wrong(f"The answer is a number of bytes; yours is {answer!r}.")
+    given, answer = answer, as_number(answer)
+    if answer is None:
+        raise Wrong(f"The answer is a number of bytes; yours is {given!r}.")
     right = 2 * 7e9 * (1 + 4 / 256)
     for value, message in {
         56e9: "That is AdamW's usual state: two FP32 numbers a parameter. Here each takes one byte.",
@@ -332,7 +347,12 @@ EXERCISES = [
             "checkpoint(function, *tensors, use_reentrant=False) keeps the tensors, not what is made of them.",
         ],
         check=check_chunks,
-        wrong=[(mean_of_means, "are not equal"), (kept_log_softmax, "log-softmax waits"), (all_logits, "Call head")],
+        wrong=[
+            (mean_of_means, "are not equal"),
+            (kept_log_softmax, "log-softmax waits"),
+            (all_logits, "Call head"),
+            (without_history, "history"),
+        ],
     ),
     Exercise(
         "07.5",
@@ -340,6 +360,6 @@ EXERCISES = [
         answer=14.21875e9,
         hints=["Two moments of one byte each.", "And 4 bytes for every block of 256, for each moment."],
         check=check_state,
-        wrong=[(56e9, "one byte"), (28e9, "Eight bits"), (14e9, "FP32 scale"), (7e9, "two moments")],
+        wrong=[(56e9, "one byte"), (28e9, "Eight bits"), (14e9, "FP32 scale"), (7e9, "two moments"), (math.nan, "is a number")],
     ),
 ]
