@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -161,12 +161,12 @@ def _generate(model: Any, prompt: Sequence[int], count: int, before: Callable[[]
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without accelerate's progress bar and its note that offloaded weights are on "meta"."""
+    """Without accelerate's progress bar, which has no switch, and its note that offloaded weights are on "meta"."""
     logger = logging.getLogger("accelerate.big_modeling")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with redirect_stderr(io.StringIO()):
+        with mock.patch("accelerate.utils.modeling.is_tqdm_available", return_value=False):
             yield
     finally:
         logger.setLevel(level)
