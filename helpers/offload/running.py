@@ -46,9 +46,9 @@ def bring(model: Any) -> tuple[int, float]:
 
     What the page cache holds comes from there: see `evict`. (0, 0.0) where nothing is offloaded.
     """
-    hooks = [(module, getattr(module, "_hf_hook", None)) for module in model.modules()]
     size, seconds = 0, 0.0
-    for module, hook in hooks:
+    for module in model.modules():
+        hook: Any = getattr(module, "_hf_hook", None)
         if getattr(hook, "offload", False):
             synchronize()
             start = time.perf_counter()

@@ -30,7 +30,12 @@ class Template:
     def placement(self, model: Any) -> dict[str, Any]:
         """The placement for `model` on this machine, its layers as ranges."""
         gpus = gpu_count()
-        places = {"fast": [0 if gpus else "cpu"], "gpus": list(range(gpus)) or ["cpu"], "cpu": ["cpu"], "disk": ["disk"]}
+        places: dict[str, list[int | str]] = {
+            "fast": [0 if gpus else "cpu"],
+            "gpus": list(range(gpus)) or ["cpu"],
+            "cpu": ["cpu"],
+            "disk": ["disk"],
+        }
         layers = [name for name in whole_modules(model) if name.rpartition(".")[2].isdigit()]
         ends = {"embedding": name_of(model, model.get_input_embeddings()), "head": name_of(model, model.get_output_embeddings())}
         placed: dict[str, Any] = {name: places[getattr(self, role)][0] for role, name in ends.items()}
