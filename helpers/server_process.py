@@ -71,13 +71,14 @@ def started(
 ) -> Iterator[ServerProcess]:
     """Run `command` while the block runs, from the moment that `url` + `path` answers 200.
 
-    It ends with the block, and also when this process is killed. `env` is added to the environment.
+    It ends with the block, and also when this process is killed. `env` is added to the environment, in which the folder for
+    temporary files is one that goes with the server.
 
     Raises RuntimeError with the end of its log when it exits or does not answer within `timeout` seconds.
     """
-    with tempfile.NamedTemporaryFile(prefix="server-", suffix=".log") as output:
+    with tempfile.TemporaryDirectory(prefix="server-") as folder, open(os.path.join(folder, "log"), "wb") as output:
         guarded = [sys.executable, "-c", _END_WITH_PARENT, str(os.getpid()), *command]
-        surroundings = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        surroundings = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": folder, **(env or {})}  # torchrun leaves a folder behind
         process = subprocess.Popen(
             guarded, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=surroundings, start_new_session=True
         )

@@ -13,9 +13,9 @@ from launch_support import wait_until
 from helpers.server_process import free_port, started
 
 SERVE = """
-import http.server, subprocess, sys
+import http.server, subprocess, sys, tempfile
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("child", child.pid, flush=True)
+print("child", child.pid, tempfile.mkdtemp(), flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler).serve_forever()
 """
 OWNER = """
@@ -33,7 +33,10 @@ def test_it_answers_in_the_block_and_nothing_is_left_after_it():
         assert httpx.get(server.url).status_code == 200
         assert server.returncode is None
         wait_until(lambda: "child" in server.log(), "the server has printed")
-        child = int(server.log().split()[1])
+        _, child, folder = server.log().split()[:3]
+        assert os.path.isdir(folder)
+        child = int(child)
+    assert not os.path.exists(folder), "torchrun, for one, leaves a temporary folder behind"
     assert server.returncode == -signal.SIGTERM
     assert not psutil.pid_exists(server.pid)
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
