@@ -525,7 +525,7 @@ def left_behind(pid):
         "threads": [p.num_threads() for p in processes],
         "folders": sorted(folders_of(pid)),
         "inside": inside,
-        "semaphores": [m.path for p in processes for m in p.memory_maps() if m.path.startswith("/dev/shm/sem.")],
+        "semaphores": [[m.path for m in p.memory_maps() if m.path.startswith("/dev/shm/sem.")] for p in processes],
     }
 
 
@@ -540,7 +540,7 @@ def test_ten_launches_in_a_row_leave_nothing():
     after = left_behind(os.getpid())
     assert after == before
     assert before["inside"] == set()
-    assert before["semaphores"] == []
+    assert not any(before["semaphores"][1:]), "in warm processes; in this one a library of another test may have made some"
     assert before["threads"][1:] == [1] * len(before["threads"][1:])
     assert signal.getsignal(signal.SIGINT) is handler
 
