@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.predict.links import fit_link
+from helpers.predict.links import Link, Segment, fit_link
 
 SIZES = [2**i for i in range(10, 27)]
 
@@ -47,3 +47,10 @@ def test_flat_times_have_no_negative_parts():
 def test_bad_points_are_refused(sizes, seconds, says):
     with pytest.raises(ValueError, match=says):
         fit_link(sizes, seconds)
+
+
+def test_a_flat_segment_is_told_without_a_bandwidth():
+    flat, rising = Segment(1, 1e-4, float("inf")), Segment(1000, 0.0, 1e9)
+    assert repr(Link((flat, rising), 0.1)).startswith(
+        "Link(from 1 B: 100 µs whatever the size; from 1,000 B: 0 µs + size / 1.00 GB/s;"
+    )

@@ -48,9 +48,10 @@ class Link:
         return segment.alpha + size / segment.bandwidth
 
     def __repr__(self) -> str:
-        parts = [
-            f"from {s.smallest:,.0f} B: {s.alpha * 1e6:,.0f} µs + size / {s.bandwidth / 1e9:.2f} GB/s" for s in self.segments
-        ]
+        parts = []
+        for each in self.segments:
+            rate = f" + size / {each.bandwidth / 1e9:.2f} GB/s" if each.bandwidth < float("inf") else " whatever the size"
+            parts.append(f"from {each.smallest:,.0f} B: {each.alpha * 1e6:,.0f} µs{rate}")
         return f"Link({'; '.join(parts)}; typical error of the fit {100 * self.error:.0f} %)"
 
 
