@@ -289,6 +289,12 @@ def test_a_limit_is_a_horizontal_line_with_its_name_and_value():
     assert (line.get_label(), set(line.get_ydata())) == ("budget: 4 MiB", {4.0}), "drawn in the unit of the axis"
 
 
+def test_a_value_that_a_limit_may_cross_stands_on_white():
+    figure = plots.bars({"near": 0.95, "far": 0.5, "past": 1.2}, unit="", title="t", limits={"perfect": 1.0})
+    on_white = {text.get_text().strip(): text.get_bbox_patch() is not None for text in figure.axes[0].texts}
+    assert on_white == {"0.95": True, "0.5": False, "1.2": False}
+
+
 def test_a_logarithmic_axis_is_for_positive_bars_that_stand_apart():
     figure = plots.bars({"a": 0.01, "b": 100.0}, unit="", title="t", log=True)
     assert figure.axes[0].get_xscale() == "log"

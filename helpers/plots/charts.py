@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -98,9 +98,9 @@ def bars(
             axes.barh(place, value * factor, 0.85, left=left, color=color, hatch=hatch, edgecolor="white", linewidth=0)
             left, place = (left + value * factor, place) if stack else (0.0, place + 1)
             if not stack:
-                _value(axes, value, unit, factor, place - 1)
+                _value(axes, value, unit, factor, place - 1, limits.values())
         if stack:
-            _value(axes, sum(group.values()), unit, factor, place)
+            _value(axes, sum(group.values()), unit, factor, place, limits.values())
             place += 1
         ticks[name], top = (top + place - 1) / 2, place + gap
     for name, limit in limits.items():
@@ -219,8 +219,11 @@ def _named(name: str, value: Value) -> dict[str, float]:
     return {key: float(number) if not isinstance(number, int) else number for key, number in named.items()}
 
 
-def _value(axes: Any, value: float, unit: str, factor: float, place: float) -> None:
-    axes.annotate(f" {amount(value, unit)}", (value * factor, place), va="center", fontsize=9)
+def _value(axes: Any, value: float, unit: str, factor: float, place: float, limits: Iterable[float]) -> None:
+    """The value beside the end of its bar; on white where the line of a limit is near enough to cross it."""
+    crossed = any(value <= limit <= 1.15 * value for limit in limits)
+    ground = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.3}} if crossed else {}
+    axes.annotate(f" {amount(value, unit)}", (value * factor, place), va="center", fontsize=9, **ground)
 
 
 def _ends(series: Series, unit: str) -> str:
