@@ -128,20 +128,25 @@ def evaluate(
     ahead = before or (lambda: None)
     _generate(model, prompts[0], warmup, ahead)
     runs = [_generate(model, prompt, new_tokens, ahead) for prompt in prompts]
+    return Evaluation(
+        tuple(seconds[0] for _, seconds in runs),
+        tuple(each for _, seconds in runs for each in seconds[1:]),
+        tuple(tuple(tokens) for tokens, _ in runs),
+        _peak(model, prompts[0], ahead) if memory else {},
+    )
+
+
+def _peak(model: Any, prompt: Sequence[int], before: Callable[[], Any]) -> dict[str, int]:
+    """The most bytes at one time on each device that held any, over the prompt and one more token."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
     ledger = Ledger(torch.device("cpu"))
     ledger.mark([*model.parameters(), *model.buffers()], "parameters")
     with ledger:
-        _generate(model, prompts[0], 2 * memory, ahead)
+        _generate(model, prompt, 2, before)
     peak = {f"cuda:{gpu}": torch.cuda.max_memory_allocated(gpu) for gpu in gpus} | {"cpu": ledger.peak}
-    return Evaluation(
-        tuple(seconds[0] for _, seconds in runs),
-        tuple(each for _, seconds in runs for each in seconds[1:]),
-        tuple(tuple(tokens) for tokens, _ in runs),
-        {device: size for device, size in peak.items() if size and memory},
-    )
+    return {device: size for device, size in peak.items() if size}
 
 
 @torch.no_grad()

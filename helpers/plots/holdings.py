@@ -45,11 +45,7 @@ def holdings(
         axes.set(xlim=(0, right + max(widths[1], 4)), ylim=(ranks, 0))
         axes.set_title(name, fontsize=9, loc="left", pad=3)
         axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)], fontsize=8)
-        axes.set_xticks([])
-        axes.tick_params(length=0)
-        axes.grid(visible=False)
-        for side in axes.spines.values():
-            side.set_visible(False)
+        style.boxes_only(axes)
     return figure
 
 

@@ -55,9 +55,5 @@ def placement(*layouts: Any, title: str | None = None) -> Figure:
             axes.axvline(left, color="black", linewidth=1.5)
     axes.set(xlim=(0, first.world), ylim=(top - 0.2, -0.6))
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=9)
-    axes.set_xticks([])
-    axes.tick_params(length=0)
-    axes.grid(visible=False)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    style.boxes_only(axes)
     return figure

@@ -115,6 +115,15 @@ def legend_above(axes: Any, columns: int, **options: Any) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=columns, fontsize=9, frameon=False, **options)
 
 
+def boxes_only(axes: Any) -> None:
+    """Nothing but what is drawn and the labels of its rows: no frame, no grid, no marks at the labels."""
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
 def measured_on(run: Run | None = None) -> str:
     """The footer: the machine of a run and how it was used, or this machine where no run is given."""
     if run is None:

@@ -133,6 +133,7 @@ class Anatomy:
         """The code of the class of a module."""
         return next(inspect.getsource(type(module)) for name, module in self.model.named_modules() if generic(name) == key)
 
+    @cached_property
     def groups(self) -> dict[str, dict[str, Part]]:
         """Linear layers by the key of the module around them and their role in attention or MLP, where both ends are found."""
         gathered: dict[str, dict[str, Part]] = {}

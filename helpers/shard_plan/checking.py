@@ -55,7 +55,7 @@ def check(config_or_model: Any, plan: Plan, tp: int) -> list[Problem]:
     found.keys()
     if tp > 1:
         found.sizes()
-        for group, roles in found.anatomy.groups().items():
+        for group, roles in found.anatomy.groups.items():
             found.block(group, roles)
         found.ends()
         found.norms()
@@ -234,7 +234,7 @@ class _Check:
 
     def norms(self) -> None:
         """Norms of q, k, v see the heads of their rank only where those are split; all others see the whole."""
-        groups = self.anatomy.groups()
+        groups = self.anatomy.groups
         for part in self.anatomy.parts.values():
             if part.kind != "norm":
                 continue

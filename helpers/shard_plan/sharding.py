@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from helpers.shard_plan.anatomy import STYLES, Anatomy, Plan, generic, refuse
+from helpers.shard_plan.anatomy import STYLES, WHOLE, Anatomy, Plan, generic, refuse
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,10 +79,10 @@ def shards(config_or_model: Any, plan: Plan, tp: int) -> Shards:
     refuse(plan, tp)
     anatomy = Anatomy(config_or_model)
     rows = []
-    seen = {name for name, _ in anatomy.model.named_parameters()}  # a tied matrix under its first name only
+    order = {name: place for place, (name, _) in enumerate(anatomy.model.named_parameters())}  # a tied matrix: its first name
     for part in anatomy.parts.values():
         for parameter in part.parameters:
-            if parameter.name not in seen:
+            if parameter.name not in order:
                 continue
             own = generic(parameter.name)
             style = plan.get(own, plan.get(part.key))
@@ -90,21 +90,12 @@ def shards(config_or_model: Any, plan: Plan, tp: int) -> Shards:
             shapes = tuple(_cut(parameter.shape, dim, tp, rank) for rank in range(tp))
             sizes = tuple(math.prod(shape) * parameter.element_bytes for shape in shapes)
             rows.append(Shard(parameter.name, parameter.shape, style if dim is not None else None, shapes, sizes))
-    order = {name: place for place, name in enumerate(name for name, _ in anatomy.model.named_parameters())}
     return Shards(tuple(sorted(rows, key=lambda row: order[row.name])), tp)
 
 
 def _split_dim(style: str | None, kind: str, name: str, dims: int) -> int | None:
     """The dimension of a parameter that a style splits, as transformers/distributed/tensor_parallel.py does; None: whole."""
-    how = (
-        "rows"
-        if style == "packed_rowwise"
-        else "experts"
-        if style == "grouped_gemm"
-        else STYLES[style].split
-        if style in STYLES
-        else ""
-    )
+    how = {"packed_rowwise": "rows", "grouped_gemm": "experts"}.get(style or "") or STYLES.get(style or "", WHOLE).split
     if how in ("columns", "packed"):
         return 1 if kind == "embedding" else max(dims - 2, 0)
     if how == "rows":
