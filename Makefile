@@ -26,9 +26,9 @@ test: set-up ## set everything up and run all tests, then every notebook
 notebooks: set-up ## execute the notebooks and rewrite their outputs reproducibly (NB=04 for one)
 	@$(RUN) tools/publish.py $(NB)
 
-book: set-up ## build the course as a website
-	@if [ -f tools/book.py ]; then $(PYTHON) tools/set_up.py --venv "$(VENV)" book && $(RUN) tools/book.py; \
-	else echo "The website comes with a later version; until then read the notebooks as they stand, they hold their outputs."; fi
+book: ## build the course as a website: build/book/html/index.html
+	$(SET_UP) dev book
+	@$(RUN) tools/book.py
 
 bench: ## measure this machine: launch latency side by side with other launchers, recorder on and off
 	$(SET_UP) dev bench
