@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import html
+import json
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,7 @@ from helpers import machine, record
 
 OUTCOMES = {"holds": "✔", "holds only if": "◐", "fails": "✘", "undecided": "?", "not testable here": "–"}  # outcome -> mark
 NOT_RUN = "not run here"
+_SHOWN = re.compile(rf"^\S ([A-Z]\d+) ({'|'.join(sorted(OUTCOMES, key=len, reverse=True))}): ")  # how a verdict's card begins
 
 
 @dataclass(frozen=True)
@@ -74,19 +76,38 @@ def states() -> dict[str, dict[str, str]]:
     return {note["name"]: note for note in record.notes("claim") if note["machine"] == here}
 
 
+def published() -> dict[str, dict[str, str]]:
+    """The verdicts that stand in the outputs of the course's notebooks: {"E3": {"03": "holds"}}, the last one of a notebook."""
+    found: dict[str, dict[str, str]] = {}
+    for file in sorted((record.ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+        for output in (output for cell in cells for output in cell.get("outputs", [])):
+            if match := _SHOWN.match("".join(output.get("data", {}).get("text/plain", ""))):
+                found.setdefault(match[1], {})[file.name[:2]] = match[2]
+    return found
+
+
 def page() -> None:
-    """Show every claim with its state on this machine; a claim without a verdict reads "not run here"."""
-    found = states()
+    """Show every claim with its state on this machine; a claim without a verdict reads "not run here".
+
+    Beside it stand the notebooks that try it, each with what it found on the machine on which the course was published.
+    """
+    found, known = states(), published()
     rows = []
     for claim in load().values():
         state = found.get(claim.id)
         outcome = f"{OUTCOMES[state['outcome']]} {state['outcome']}" if state else NOT_RUN
-        rows.append((claim.id, outcome, _found(state) if state else "", ", ".join(claim.notebooks), claim.claim))
+        there = known.get(claim.id, {})
+        tried = ", ".join(f"{each}: {there.get(each, 'no verdict')}" for each in sorted({*claim.notebooks, *there}))
+        rows.append((claim.id, outcome, _found(state) if state else "", tried, claim.claim))
     title = f"{len(found)} of {len(rows)} claims tried on {machine.describe().line}"
-    names = ("claim", "state", "what was found", "notebook", "what the article says")
+    names = ("claim", "state", "what was found", "as published, by notebook", "what the article says")
     table = "".join(f"<tr>{''.join(f'<td style=text-align:left>{_html(cell)}</td>' for cell in row)}</tr>" for row in rows)
     heads = "".join(f"<th style=text-align:left>{name}</th>" for name in names)
-    text = "\n".join(f"{id:<4} {outcome:<20} {claim}" + f"\n     {found}" * bool(found) for id, outcome, found, _, claim in rows)
+    text = "\n".join(
+        f"{id:<4} {outcome:<20} published {tried}\n     {claim}" + f"\n     {found}" * bool(found)
+        for id, outcome, found, tried, claim in rows
+    )
     record.Card(f"{title}\n{text}", f"<p><b>{html.escape(title)}</b></p><table><tr>{heads}</tr>{table}</table>").show()
 
 

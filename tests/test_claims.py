@@ -1,3 +1,4 @@
+import json
 import re
 
 import numpy
@@ -66,6 +67,26 @@ def test_the_page_has_every_claim_with_its_state(capsys):
     assert "◐ holds only if" in rows["A2"]
     assert sum("not run here" in row for row in rows.values()) == 43
     assert "     measured 24.2 GiB, expected 26 GB; only if weights alone are counted" in lines
+
+
+def test_published_verdicts_are_those_shown_in_committed_outputs(monkeypatch, tmp_path, capsys):
+    (tmp_path / "notebooks").mkdir()
+    claims.load()  # from the course's own data
+
+    def cell(*texts):
+        return {"cell_type": "code", "outputs": [{"output_type": "display_data", "data": {"text/plain": text}} for text in texts]}
+
+    cells = [cell("✘ E3 fails: How often\n  measured 1", ["◐ E3 holds only ", "if: How often"]), cell("✔ 03.1 solved. Right"), {}]
+    (tmp_path / "notebooks" / "03_x.ipynb").write_text(json.dumps({"cells": cells}), encoding="utf-8")
+    (tmp_path / "notebooks" / "11_y.ipynb").write_text(
+        json.dumps({"cells": [cell("– E3 not testable here: How often")]}), encoding="utf-8"
+    )
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    assert claims.published() == {"E3": {"03": "holds only if", "11": "not testable here"}}
+    claims.page()
+    said = capsys.readouterr().out
+    assert "published 03: holds only if, 11: not testable here" in said
+    assert "published 02: no verdict" in said
 
 
 @pytest.mark.parametrize(
