@@ -9,7 +9,7 @@ SET_UP = @$(PYTHON) tools/set_up.py --venv "$(VENV)"
 ON_CPU = WORKSHOP_DEVICE=cpu WORKSHOP_MODEL=tiny-ernie HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test notebooks book bench check doctor gpu-check vllm fresh clean set-up
+.PHONY: help lab test notebooks book bench check doctor gpu-check vllm offline fresh clean set-up
 
 help: ## list these commands
 	@echo "make <command>:"
@@ -45,6 +45,9 @@ gpu-check: set-up ## run the tests that need an NVIDIA GPU (without one they say
 
 vllm: ## add vLLM, for the notebook on serving (2 GiB more; the CPU build where there is no NVIDIA driver)
 	$(SET_UP) dev vllm
+
+offline: set-up ## pack the course and all its packages into one folder for machines without a network (INTO=folder)
+	@$(RUN) tools/offline.py --into $(or $(INTO),workshop_offline)
 
 fresh: ## bring one of your notebooks back as the course has it (NB=04); yours stays under a dated name
 	@$(PYTHON) tools/learner_notebooks.py "$(NB)"
