@@ -421,3 +421,20 @@ def test_a_measured_run_is_named_in_the_footer():
     run = run_of(BOTH)
     assert plots.measured_on(run) == "measured on 2 cores, no GPU; 2 ranks, cpu, gloo"
     assert "1 rank, cuda, nccl" in plots.measured_on(dataclasses.replace(run, ranks=1, device="cuda", backend="nccl"))
+
+
+def test_a_decision_chart_asks_in_order_and_says_where_a_no_leads():
+    steps = [("Does it start?", "the launch", "first traceback\nport"), ("Is it right?", "the numbers", "compare 1 and N")]
+    figure = plots.decisions(steps, end="healthy", title="Two questions")
+    said = texts(figure)
+    assert [said.index(text) for text in ("Does it start?", "Is it right?", "healthy")] == sorted(
+        said.index(text) for text in ("Does it start?", "Is it right?", "healthy")
+    )
+    assert "first traceback\nport" in said
+    assert (said.count("no"), said.count("yes")) == (2, 2)
+    assert "Does it start? If not: the launch" in figure.alt
+    boxes = [patch.get_window_extent() for patch in figure.axes[0].patches]
+    assert len(boxes) == 5
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    with pytest.raises(ValueError, match="at least one step"):
+        plots.decisions([], end="healthy", title="none")

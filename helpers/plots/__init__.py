@@ -5,6 +5,7 @@ hatches and line styles too), a footer that says which machine was measured, alt
 """
 
 from helpers.plots.charts import bars, compare, stacked, sweep
+from helpers.plots.decisions import decisions
 from helpers.plots.holdings import holdings
 from helpers.plots.placement import placement
 from helpers.plots.plans import shard_plan
@@ -17,6 +18,7 @@ __all__ = [
     "amount",
     "bars",
     "compare",
+    "decisions",
     "holdings",
     "measured_on",
     "placement",
