@@ -1,4 +1,4 @@
-"""What a learner sees: notebook 00 in JupyterLab, a figure that moves, a job that stops.
+"""What a learner sees in JupyterLab: notebooks that Run All from top to bottom, a figure that moves, a job that stops.
 
 Each test leaves screenshots in its temporary folder (`pytest --basetemp=build/browser tests/browser` puts them at hand).
 """
@@ -14,15 +14,30 @@ expect.set_options(timeout=SECONDS * 1000)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * SECONDS)]
 
 
-def test_notebook_00_runs_and_shows_everything(notebook, tmp_path):
-    notebook.open("00_start_here.ipynb")
+def run_all(notebook, name):
+    """Open a notebook without its stored outputs and run it whole: every cell, no error, nothing on standard error."""
+    notebook.open(name)
     notebook.command("editmenu:clear-all")
     expect(notebook.page.locator(".jp-OutputArea-output")).to_have_count(0)
     notebook.command("notebook:run-all-cells")
     notebook.wait_idle()
-    assert notebook.page.locator("[data-mime-type='application/vnd.jupyter.error']").all_inner_texts() == []
+    for kind in ("error", "stderr"):
+        assert notebook.page.locator(f"[data-mime-type='application/vnd.jupyter.{kind}']").all_inner_texts() == []
     counts = notebook.counts()
     assert counts == list(range(1, len(counts) + 1))
+
+
+@pytest.mark.parametrize("name", ["04_tensor_parallel_shard_plans.ipynb", "05_pipeline_parallel.ipynb"])
+def test_a_notebook_of_the_middle_runs_from_top_to_bottom(notebook, tmp_path, name):
+    run_all(notebook, name)
+    figures = notebook.page.locator(".jp-OutputArea-output img")
+    assert figures.count() >= 5
+    for figure in figures.all():
+        assert figure.evaluate("figure => figure.naturalWidth") > 300
+
+
+def test_notebook_00_runs_and_shows_everything(notebook, tmp_path):
+    run_all(notebook, "00_start_here.ipynb")
     notebook.picture("first-job", tmp_path)
 
     expect(notebook.output("first-job").locator("table")).to_contain_text("rank")  # the run, as a panel
