@@ -29,10 +29,12 @@ class Hardware:
     memory_visible_gib: float | None = None  # what CUDA reports
     bf16_tflops: float | None = None  # None: the GPU has no BF16 tensor cores
     fp16_tflops: float | None = None
+    multiprocessors: int | None = None
     nvlink_gb_per_s: float | None = None
     nic_gb_per_s: float | None = None  # of the usual server: its network adapters' rate divided by its GPUs
 
     matmul_bf16_tflops: float | None = None
+    attention_bf16_tflops: float | None = None  # FlashAttention-2; what a causal mask hides is not counted
     peer_copy_gb_per_s: float | None = None
     all_reduce_bus_gb_per_s: float | None = None  # bus bandwidth in one node of eight
     host_to_device_gb_per_s: float | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,26 +81,7 @@ class Architecture:
 
     def layer_parameters(self, layer: int) -> list[Parameter]:
         """The weights of one decoder layer."""
-        h, norm = self.hidden, self._norm(self.hidden)
-        found = [Parameter(f"norm{index}", each) for index in range(self.norms) for each in norm]
-        if self.fused_qkv:
-            found += _linear("qkv", h, 3 * self.query, self.qkv_bias, "column")
-        else:
-            found += _linear("q", h, self.query, self.qkv_bias, "column")
-            found += _linear("k", h, self.key, self.qkv_bias, "kv") + _linear("v", h, self.key, self.qkv_bias, "kv")
-        found += _linear("o", self.query, h, self.output_bias, "row")
-        if self.qk_norm:
-            found += [Parameter("q_norm", self.head_dim), Parameter("k_norm", self.head_dim)]
-        if not self.is_sparse(layer):
-            return found + self._mlp(self.intermediate)
-        found += [Parameter("router", h * self.experts)] + [Parameter("router.bias", self.experts)] * self.router_bias
-        found += [  # transformers holds all experts of a layer in two tensors
-            Parameter("experts.up", self.experts * (1 + self.gated) * h * self.expert_intermediate, "column", linear=True),
-            Parameter("experts.down", self.experts * h * self.expert_intermediate, "row", linear=True),
-        ]
-        if self.shared_intermediate:
-            found += self._mlp(self.shared_intermediate) + [Parameter("shared_gate", h)] * self.shared_gate
-        return found
+        return list(_layer(self, self.is_sparse(layer)))
 
     def embedding_parameters(self) -> list[Parameter]:
         """The token table, learned positions and their norm."""
@@ -133,6 +115,31 @@ class Architecture:
         return [each for name in names for each in _linear(name, self.hidden, width, self.mlp_bias, "column")] + _linear(
             "down", width, self.hidden, self.mlp_bias, "row"
         )
+
+
+@lru_cache(maxsize=64)
+def _layer(shape: Architecture, sparse: bool) -> list[Parameter]:
+    """The weights of a layer; worked out once, because a plan asks for them thousands of times."""
+    h, norm = shape.hidden, shape._norm(shape.hidden)
+    found = [Parameter(f"norm{index}", each) for index in range(shape.norms) for each in norm]
+    if shape.fused_qkv:
+        found += _linear("qkv", h, 3 * shape.query, shape.qkv_bias, "column")
+    else:
+        found += _linear("q", h, shape.query, shape.qkv_bias, "column")
+        found += _linear("k", h, shape.key, shape.qkv_bias, "kv") + _linear("v", h, shape.key, shape.qkv_bias, "kv")
+    found += _linear("o", shape.query, h, shape.output_bias, "row")
+    if shape.qk_norm:
+        found += [Parameter("q_norm", shape.head_dim), Parameter("k_norm", shape.head_dim)]
+    if not sparse:
+        return found + shape._mlp(shape.intermediate)
+    found += [Parameter("router", h * shape.experts)] + [Parameter("router.bias", shape.experts)] * shape.router_bias
+    found += [  # transformers holds all experts of a layer in two tensors
+        Parameter("experts.up", shape.experts * (1 + shape.gated) * h * shape.expert_intermediate, "column", linear=True),
+        Parameter("experts.down", shape.experts * h * shape.expert_intermediate, "row", linear=True),
+    ]
+    if shape.shared_intermediate:
+        found += shape._mlp(shape.shared_intermediate) + [Parameter("shared_gate", h)] * shape.shared_gate
+    return found
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool, split: str) -> list[Parameter]:

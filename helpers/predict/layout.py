@@ -38,6 +38,7 @@ class Implementation:
     reduce_bucket: bytes of a standing communication buffer.
     spare_buffers: micro-batches that a pipeline stage has room for beyond those in flight.
     standing_gradients: gradient buffers exist from the start, not from the first backward pass on.
+    overlaps: gradients are summed over data-parallel ranks beside the backward pass, layers are gathered ahead.
     stages_by_cost: pipeline stages are cut so that multiplications are even, the output matrix counted.
     """
 
@@ -52,6 +53,7 @@ class Implementation:
     reduce_bucket: int = 0
     spare_buffers: int = 0
     standing_gradients: bool = False
+    overlaps: bool = False
     stages_by_cost: bool = False
 
 

@@ -1,0 +1,158 @@
+"""What a job runs on: `Machines`, GPUs in hosts with the rates that they reach; and how long a collective takes on them.
+
+Sources: data/hardware.yaml for figures of GPUs, each with its source. Where no measurement is on file for a GPU, the share of
+its data sheet's rate that the nearest measured one reaches is taken (`_SHARES`). Time of a collective: NCCL's tuning model
+(data/predict.yaml, nccl): base + steps × latency of the slowest link + bytes / bandwidth for each protocol of ring and tree,
+the fastest counts; on a machine that was measured, its own links (helpers.calibration).
+
+Known misses: reduction inside the NVLink switch (SHARP) exceeds the ring's bandwidth; several groups that share a host's network
+adapters reach less than their share; NCCL's corrections for trees of middling size; what issuing costs where one process drives
+all GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from helpers.hardware import Hardware, gpu
+from helpers.predict.architecture import FACTS
+from helpers.predict.links import Link
+
+__all__ = ["Machines", "collective_time", "machines"]
+
+# Share of the data sheet's rate that is reached where nothing is measured: matmul H100 794 / 989, attention H100 346 / 794,
+# streaming A100 1,400 / 2,039 (gpt-fast), bus H200 368 / 450, host link 55 / 63
+_SHARES = {"matmul": 0.80, "attention": 0.44, "memory": 0.69, "bus": 0.82, "host": 0.87}
+_MICRO = 1e-6
+
+
+@dataclass(frozen=True)
+class Machines:
+    """`gpus` devices in hosts of `per_node`. Rates are those reached, per device; None is derived from `gpu`. Units: s, B, B/s, FLOP/s.
+
+    matmul_flops: of large 16-bit matrix products; attention_flops: of one-kernel attention.
+    memory_bandwidth: of kernels that stream, such as an optimiser step or the weights while decoding.
+    bus_bandwidth: of a collective inside a host; inter_bandwidth: of one device's share of the network, per direction.
+    host_bandwidth: from host memory to a device. memory_bytes: of a device.
+    kernel_seconds: to start a kernel, where that isn't hidden; collective_seconds: to issue a collective.
+    efficiency: share of those rates that a training code keeps up.
+    overlaps: whether collectives run beside computing.
+    rates: measured (FLOPs of one layer's forward pass, FLOP/s); they count for everything in a layer and replace matmul_flops.
+    links: measured (operation, ranks, Link); they replace bandwidths.
+    """
+
+    gpu: Hardware
+    gpus: int
+    per_node: int = 8
+    matmul_flops: float | None = None
+    attention_flops: float | None = None
+    memory_bandwidth: float | None = None
+    bus_bandwidth: float | None = None
+    inter_bandwidth: float | None = None
+    host_bandwidth: float | None = None
+    memory_bytes: int | None = None
+    kernel_seconds: float = 0.0
+    collective_seconds: float = 0.0
+    efficiency: float = 0.7
+    overlaps: bool = True
+    rates: tuple[tuple[float, float], ...] = ()
+    links: tuple[tuple[str, int, Link], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.per_node < 1:
+            raise ValueError(f"{self.gpus} GPUs in hosts of {self.per_node}: at least one of each")
+        for name, value in _derived(self.gpu).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, (int, float)) and value < 0 or (each.name in _POSITIVE and not value):
+                raise ValueError(f"{each.name} is {value}: it must be above 0")
+
+    @property
+    def nodes(self) -> int:
+        """Hosts that the devices fill."""
+        return math.ceil(self.gpus / self.per_node)
+
+
+_POSITIVE = (
+    "matmul_flops",
+    "memory_bandwidth",
+    "bus_bandwidth",
+    "inter_bandwidth",
+    "host_bandwidth",
+    "memory_bytes",
+    "efficiency",
+)
+
+
+def _derived(found: Hardware) -> dict[str, float]:
+    """Rates of one GPU in base units: measured where on file, else a share of what is specified."""
+    matmul = (found.matmul_bf16_tflops or _SHARES["matmul"] * (found.bf16_tflops or found.fp16_tflops or 0)) * 1e12
+    bus = found.all_reduce_bus_gb_per_s or _SHARES["bus"] * (found.nvlink_gb_per_s or found.pcie_gb_per_s)
+    return {
+        "matmul_flops": matmul,
+        "attention_flops": found.attention_bf16_tflops * 1e12 if found.attention_bf16_tflops else _SHARES["attention"] * matmul,
+        "memory_bandwidth": (found.weight_streaming_gb_per_s or _SHARES["memory"] * found.memory_bandwidth_gb_per_s) * 1e9,
+        "bus_bandwidth": bus * 1e9,
+        "inter_bandwidth": (found.nic_gb_per_s or found.pcie_gb_per_s) * 1e9,
+        "host_bandwidth": (found.host_to_device_gb_per_s or _SHARES["host"] * found.pcie_gb_per_s) * 1e9,
+        "memory_bytes": found.memory_bytes,
+    }
+
+
+def machines(name: str, gpus: int, per_node: int = 8) -> Machines:
+    """Return `gpus` GPUs by their name in data/hardware.yaml, as in "H100-SXM". Raises KeyError for an unknown name."""
+    return Machines(gpu(name), gpus, per_node)
+
+
+def collective_time(op: str, size_bytes: float, ranks: int, machines: Machines, *, stride: int = 1) -> float:
+    """Return the seconds of one collective over `ranks` devices that lie `stride` apart; `size_bytes` as `traffic` counts them.
+
+    `op` is "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send" or "recv". Of the devices between
+    two members the others are taken to be busy with collectives of their own: each has its share of the network. Raises
+    ValueError for an unknown operation.
+    """
+    if op not in _STEPS:
+        raise ValueError(f"operation {op!r}: collective_time knows {', '.join(_STEPS)}")
+    if ranks < 2 or not size_bytes:
+        return 0.0
+    op = "send" if op == "recv" else op
+    measured = [(abs(count - ranks), link) for name, count, link in machines.links if name == op]
+    if measured:
+        return min(measured, key=lambda each: each[0])[1].seconds(size_bytes)
+    inside = max(1, min(ranks, machines.per_node // stride))
+    nodes = math.ceil(ranks / inside)
+    steps, moved = _STEPS[op](ranks), _MOVED[op](ranks)
+    shared = 1 if op == "send" else inside  # network adapters that work on it in each host
+    bandwidth = machines.bus_bandwidth if nodes == 1 else min(machines.bus_bandwidth, shared * machines.inter_bandwidth)
+    near = "nvlink" if machines.gpu.nvlink_gb_per_s else "pcie"
+    across = 2 * nodes if op == "all_reduce" and nodes > 1 else nodes - 1
+    times = []
+    for each in FACTS["nccl"]["ring"].values():
+        latency = each["base"] + (steps - across) * each[near] + across * each["net"]
+        times.append(latency * _MICRO + moved * size_bytes / (each["share"] * bandwidth))
+    for each in FACTS["nccl"]["tree"].values() if op == "all_reduce" and nodes > 1 else ():
+        latency = each["base"] + 2 * ((inside - 1) * each[near] + math.log2(nodes) * each["net"])
+        times.append(latency * _MICRO + 2 * size_bytes / (each["share"] * bandwidth))
+    return machines.collective_seconds + min(times)
+
+
+_STEPS = {
+    "all_reduce": lambda n: 2 * (n - 1),
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: n - 1,
+    "broadcast": lambda n: n,
+    "all_to_all": lambda n: n - 1,
+    "send": lambda n: 1,
+    "recv": lambda n: 1,
+}
+_MOVED = {  # bus bytes a payload byte: nccl-tests' doc/PERFORMANCE.md
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1,
+    "all_to_all": lambda n: (n - 1) / n,
+    "send": lambda n: 1,
+}
