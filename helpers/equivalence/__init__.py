@@ -1,4 +1,4 @@
-"""`compare`: the same training job on 1 rank and on N must do the same. Finds the faults that raise nothing.
+"""`compare`: a job on 1 rank and on N, data, tensor or pipeline parallel, must do the same. Finds faults that raise nothing.
 
 The job is a function that trains one step on this rank's share of a fixed global batch (rank and world size tell which) and
 returns `observe(...)`. It runs on each number of ranks; loss, gradients, parameters, samples and traffic are compared, and the
@@ -13,12 +13,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from helpers.equivalence import judging
+from helpers.equivalence import judging, sharing
 from helpers.equivalence.judging import Finding
+from helpers.equivalence.naming import stage_names
 from helpers.equivalence.observing import Observation, observe
+from helpers.equivalence.origins import Origin, first_nan, layers, origin
 from helpers.launching import Run, launch
 
-__all__ = ["Comparison", "Finding", "Observation", "compare", "observe"]
+__all__ = [
+    "Comparison",
+    "Finding",
+    "Observation",
+    "Origin",
+    "compare",
+    "first_nan",
+    "judge",
+    "layers",
+    "observe",
+    "origin",
+    "stage_names",
+]
+
+
+CAUSES = (sharing.of_nan, sharing.of_inputs, sharing.of_shards, sharing.of_layers, sharing.of_rates, sharing.of_copies)
 
 
 @dataclass(frozen=True)
@@ -61,25 +78,38 @@ def compare(
     small, large = ranks
     if not 1 <= small < large:
         raise ValueError(f"ranks is {ranks}; give two numbers, the smaller first: (1, 2)")
-    runs = tuple(launch(_without_dropout, job, args, kwargs, ranks=count, timeout=timeout) for count in ranks)
-    for run in runs:
-        for seen in run.results:
-            if not isinstance(seen, Observation):
-                raise TypeError(f"the job returned {type(seen).__name__}; it must end with return equivalence.observe(model, …)")
+    runs = [launch(_without_dropout, job, args, kwargs, ranks=count, timeout=timeout) for count in ranks]
+    return judge(*runs)
+
+
+def judge(few: Run, many: Run) -> Comparison:
+    """Compare two runs of a job that were made already, the one on fewer ranks first; dropout must be off in them.
+
+    Raises TypeError where a rank did not return `observe(...)`, ValueError for parameters whose shapes differ without `shards`.
+    """
+    for seen in [*few.results, *many.results]:
+        if not isinstance(seen, Observation):
+            raise TypeError(f"the job returned {type(seen).__name__}; it must end with return equivalence.observe(model, …)")
     errors: dict[str, float] = {}
-    few, many = runs[0].results, runs[1].results
-    findings = [
-        *judging.of_samples(few, many),
-        *judging.of_replicas(many),
-        *judging.of_gradients(few, many, small, large, errors),
-        *judging.of_losses(few, many, errors),
-        *judging.of_outputs(few, many, errors),
-        *judging.of_exchanges(runs[1], many),
-    ]
+    sides = few.results, many.results
+    findings = [] if sharing.of_inputs(*sides) else judging.of_samples(*sides)
+    for cause in CAUSES:
+        if found := cause(*sides):  # what follows from it is not listed beside it
+            findings += found
+            break
+    else:
+        findings += judging.of_replicas(many.results)
+        findings += judging.of_gradients(*sides, few.ranks, many.ranks, errors)
+        findings += judging.of_losses(*sides, errors)
+        findings += judging.of_outputs(*sides, errors)
+        findings += judging.of_exchanges(many, many.results)
+        findings += sharing.of_sampled(many.results)
+    findings += sharing.of_random(many.results)
+    findings = findings or sharing.of_texts(*sides)
     traffic: Counter[str] = Counter()
-    for collective in runs[1].collectives:
+    for collective in many.collectives:
         traffic[collective.op] += collective.bytes * (collective.rank == 0)
-    return Comparison((small, large), tuple(findings), errors, dict(traffic), (runs[0], runs[1]))
+    return Comparison((few.ranks, many.ranks), tuple(findings), errors, dict(traffic), (few, many))
 
 
 def _without_dropout(job: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

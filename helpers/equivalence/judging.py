@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from helpers.equivalence.joining import PARTS, TOLERANCE, different, distance, joined, model_copies, outputs
 from helpers.equivalence.observing import Observation
 from helpers.launching import Run
 
-TOLERANCE = 1e-4  # relative, of norms: FP32 sums in another order differ by 1e-7 to 1e-5
 FACTOR_TOLERANCE = 1e-3  # relative: how close a ratio is to an exact factor
 
 
@@ -24,12 +23,9 @@ class Finding:
     mend: str
 
 
-def _distance(a: Any, b: Any) -> float:
-    scale = max(b.norm().item(), 1e-30)
-    return (a - b).norm().item() / scale if a.shape == b.shape else math.inf
-
-
 def of_samples(few: list[Observation], many: list[Observation]) -> list[Finding]:
+    """Each copy of the model has its own samples, another order in each epoch, and its own augmentation."""
+    few, many = _one_of_each_copy(few), _one_of_each_copy(many)
     found = []
     for epoch, (reference, seen) in enumerate(zip(_pooled(few), _pooled(many), strict=False)):
         missed, extra = Counter(reference) - Counter(seen), Counter(seen) - Counter(reference)
@@ -63,6 +59,12 @@ def of_samples(few: list[Observation], many: list[Observation]) -> list[Finding]
     return found
 
 
+def _one_of_each_copy(observations: list[Observation]) -> list[Observation]:
+    """Of the ranks that hold a copy of the model together, the first that names samples."""
+    copies = [[observations[rank] for rank in group] for group in model_copies(observations)]
+    return [next((seen for seen in copy if seen.epochs[0] or seen.draws), copy[0]) for copy in copies]
+
+
 def _pooled(observations: list[Observation]) -> list[list[Hashable]]:
     return [[sample for o in observations for sample in o.epochs[e]] for e in range(len(observations[0].epochs))]
 
@@ -81,17 +83,15 @@ def _shuffled(observations: list[Observation]) -> bool:
 def of_replicas(many: list[Observation]) -> list[Finding]:
     """Gradients and parameters must be the same on all ranks after a synchronised step."""
     for what in ("gradients", "parameters"):
-        first = getattr(many[0], what)
-        apart = {
-            name
-            for other in many[1:]
-            for name in first.keys() | getattr(other, what).keys()
-            if name not in first
-            or name not in getattr(other, what)
-            or _distance(getattr(other, what)[name], first[name]) > TOLERANCE
-        }
+        held = joined(many, what)
+        apart = set()
+        for name, copies in held.items():
+            holders = {rank for copy in copies for rank in copy.ranks}
+            stages = {many[rank].place.get("pp") for rank in holders}
+            if len(holders) < sum(seen.place.get("pp") in stages for seen in many) or len(different(copies)) > 1:
+                apart.add(name)
         if apart:
-            part = f"all {len(apart)}" if len(apart) == len(first) else f"{len(apart)} of {len(first)}"
+            part = f"all {len(apart)}" if len(apart) == len(held) else f"{len(apart)} of {len(held)}"
             cause = "no_sync over the last micro-batch, parameters outside DDP, or a rank that skipped its step"
             if what == "parameters":
                 cause = "ranks started from different values, or stepped with different learning rates"
@@ -108,7 +108,7 @@ def of_replicas(many: list[Observation]) -> list[Finding]:
 def of_gradients(
     few: list[Observation], many: list[Observation], small: int, large: int, errors: dict[str, float]
 ) -> list[Finding]:
-    reference, seen = few[0].gradients, many[0].gradients
+    reference, seen = _first(few, "gradients"), _first(many, "gradients")
     shared = [name for name in reference if name in seen and reference[name].norm() > 0]
     lost = sorted(set(reference) - set(seen))
     found = []
@@ -118,10 +118,12 @@ def of_gradients(
         )
     if not shared:
         return found
-    error = max(_distance(seen[name], reference[name]) for name in shared)
+    errors_by_name = {name: distance(seen[name], reference[name]) for name in shared}
+    error = max(errors_by_name.values())
     errors["gradients"] = error
     if error <= TOLERANCE:
-        errors["parameters"] = max((_distance(many[0].parameters[n], p) for n, p in few[0].parameters.items()), default=0.0)
+        before, after = _first(few, "parameters"), _first(many, "parameters")
+        errors["parameters"] = max((distance(after[name], before[name]) for name in before), default=0.0)
         if errors["parameters"] > TOLERANCE:
             found.append(
                 Finding(
@@ -131,11 +133,13 @@ def of_gradients(
                 )
             )
         return found
-    dots = sum((seen[n] * reference[n]).sum().item() for n in shared)
-    ratio = dots / sum(reference[n].square().sum().item() for n in shared)
-    rest = max(_distance(seen[name], reference[name] * ratio) for name in shared)
-    if rest <= max(TOLERANCE, FACTOR_TOLERANCE):
-        return [*found, _factor(ratio, small, large)]
+    wrong = [name for name, its in errors_by_name.items() if its > TOLERANCE]
+    dots = sum((seen[n] * reference[n]).sum().item() for n in wrong)
+    ratio = dots / sum(reference[n].square().sum().item() for n in wrong)
+    rest = max(distance(seen[name], reference[name] * ratio) for name in wrong)
+    if rest <= max(TOLERANCE, FACTOR_TOLERANCE) and (len(wrong) == len(shared) or many[0].place):
+        which = "all of them" if len(wrong) == len(shared) else f"{len(wrong)} of {len(shared)} ({', '.join(wrong[:3])})"
+        return [*found, _factor(ratio, small, large, which)]
     counts = [m.tokens for m in many]
     if None not in counts and len(set(counts)) > 1:
         return [*found, _mean_of_means(many, error)]
@@ -150,7 +154,11 @@ def of_gradients(
     ]
 
 
-def _factor(ratio: float, small: int, large: int) -> Finding:
+def _first(observations: list[Observation], what: str) -> dict[str, Any]:
+    return {name: copies[0].tensor for name, copies in joined(observations, what).items()}
+
+
+def _factor(ratio: float, small: int, large: int, which: str) -> Finding:
     world = large / small
     causes = {
         world: (f"W = {world:g}", "summed over ranks, not averaged: divide by the world size, or use DDP, which averages"),
@@ -158,14 +166,12 @@ def _factor(ratio: float, small: int, large: int) -> Finding:
     }
     for factor, (name, cause) in causes.items():
         if abs(ratio / factor - 1) < FACTOR_TOLERANCE:
-            return Finding(
-                f"gradients are off by the factor {name}", f"all of them, ratio {ratio:.4f}", cause[0].upper() + cause[1:]
-            )
+            return Finding(f"gradients are off by the factor {name}", f"{which}, ratio {ratio:.4f}", cause[0].upper() + cause[1:])
     nearest = round(ratio) if ratio >= 1 else 1 / max(1, round(1 / max(ratio, 1e-12)))
     exact = f"{nearest:.4g}" if abs(ratio / nearest - 1) < FACTOR_TOLERANCE else f"{ratio:.4g}"
     return Finding(
         f"gradients are off by the factor {exact}",
-        f"all of them, ratio {ratio:.4f}",
+        f"{which}, ratio {ratio:.4f}",
         "A constant factor comes from accumulation: divide the loss of each of k micro-batches by k, on any number of ranks",
     )
 
@@ -180,7 +186,8 @@ def _mean_of_means(many: list[Observation], error: float) -> Finding:
 
 
 def of_losses(few: list[Observation], many: list[Observation], errors: dict[str, float]) -> list[Finding]:
-    if any(o.loss is None for o in [*few, *many]):
+    few, many = ([seen for seen in side if seen.loss is not None] for side in (few, many))
+    if not few or not many:
         return []
     reference, seen = _mean_loss(few), _mean_loss(many)
     errors["loss"] = abs(seen - reference) / max(abs(reference), 1e-30)
@@ -200,18 +207,31 @@ def _mean_loss(observations: list[Observation]) -> float:
 
 
 def of_outputs(few: list[Observation], many: list[Observation], errors: dict[str, float]) -> list[Finding]:
-    if few[0].outputs is None or many[0].outputs is None:
+    reference, seen = outputs(few, many)
+    shared = [(seen[name], reference[name]) for name in reference if name in seen]
+    if not shared:
         return []
-    errors["outputs"] = max(_distance(m.outputs, few[0].outputs) for m in many)
+    errors["outputs"] = max(distance(copy.tensor, wanted) for copies, wanted in shared for copy in copies)
     if errors["outputs"] <= TOLERANCE:
         return []
-    return [Finding("outputs differ", f"by {errors['outputs']:.1e} of their size", "The sharded computation is another one")]
+    return [
+        Finding(
+            "outputs differ",
+            f"by {errors['outputs']:.1e} of their size",
+            "The sharded computation is another one; layers(model) as outputs names the layer",
+        )
+    ]
 
 
 def of_exchanges(run: Run, many: list[Observation]) -> list[Finding]:
     """Gradients need to cross the wire once a step, however many micro-batches it has."""
-    size = sum(4 * g.numel() for g in many[0].gradients.values())
-    handed = sum(c.bytes for c in run.collectives if c.rank == 0 and c.op == "all_reduce" and c.bytes >= 1024)
+    size = sum(4 * gradient.numel() for gradient in many[0].gradients.values())
+    own = [many[0].place.get(axis) for axis in PARTS]
+    group = tuple(rank for rank, seen in enumerate(many) if [seen.place.get(axis) for axis in PARTS] == own)
+    if len(group) < 2 or (many[0].dealt and not many[0].place):
+        return []
+    sums = [c for c in run.collectives if c.rank == 0 and c.op == "all_reduce" and c.bytes >= 1024]
+    handed = sum(each.bytes for each in sums if each.group == group or not many[0].place)
     times = handed / size if size else 0
     if times < 1.9:
         return []

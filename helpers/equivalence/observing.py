@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
+
+from helpers.equivalence.naming import Rename, renamed
+from helpers.equivalence.origins import Origin, Watch
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one rank saw of one step. Tensors are whole (sharded ones gathered), on the CPU, FP32."""
+    """What one rank saw of one step. Tensors are on the CPU in FP32, whole unless `cuts` names them."""
 
     loss: float | None
     tokens: float | None
@@ -17,7 +22,16 @@ class Observation:
     parameters: dict[str, Any]
     epochs: tuple[tuple[Hashable, ...], ...]
     draws: tuple[float, ...] | None
-    outputs: Any
+    outputs: dict[str, Any]  # a single tensor has the name ""
+    place: dict[str, int] = field(default_factory=dict)  # this rank's coordinates: {"dp": 0, "tp": 1}
+    cuts: dict[str, int] = field(default_factory=dict)  # name -> dim of which this rank holds its part
+    dealt: dict[str, tuple[int, int]] = field(default_factory=dict)  # of gathered DTensors: name -> (dim, parts)
+    random: dict[str, str] = field(default_factory=dict)  # fingerprints: "default", "same", "own"
+    drops: bool = False  # whether dropout is active
+    sampled: tuple[int, ...] | None = None
+    rates: tuple[float, ...] | None = None
+    planned: tuple[float, ...] | None = None
+    origin: Origin | None = None
 
 
 def observe(
@@ -28,33 +42,121 @@ def observe(
     samples: Sequence[Any] | None = None,
     draws: Any = None,
     outputs: Any = None,
+    mesh: Any = None,
+    shards: Mapping[str, int] | None = None,
+    rename: Rename | None = None,
+    random: Mapping[str, Any] | None = None,
+    sampled: Any = None,
+    rates: Sequence[float] | None = None,
+    planned: Sequence[float] | None = None,
+    nan: Watch | None = None,
 ) -> Observation:
     """Take down what this rank's step did; call it after `optimizer.step()`, before gradients are cleared.
 
     Arguments:
-        model: the module, wrapped or not.
-        loss: this rank's loss, the mean over its own tokens (or samples).
+        model: the module, wrapped or not; of a pipeline this rank's stage.
+        loss: this rank's loss, the mean over its own tokens (or samples). In a pipeline the last stage's; None on the others.
         tokens: how many tokens (or samples) that mean is over; needed where ranks have unequal numbers of them.
         samples: ids of the samples this rank trained on, in order; a list of such lists for several epochs.
         draws: random numbers this rank used for augmentation, if any.
-        outputs: a tensor (of any shape) that must be the same on every number of ranks.
+        outputs: a tensor (of any shape) that must be the same on every number of ranks, or several by name, such as those of
+            `layers`. None on ranks that have none.
+        mesh: where this rank stands if ranks hold parts of the model: a `DeviceMesh` with named axes, or coordinates such as
+            {"dp": 0, "tp": 1}. Axes are "tp", "pp" and, for copies of the model, any other name.
+        shards: which plain tensors (parameters, outputs) are this rank's part along the axis "tp", by patterns of names:
+            {"*.up.weight": 0}: rows of the whole, in order of the ranks. DTensors are gathered without being named here.
+        rename: the name in the whole model, from that in this stage: a function, or beginnings {"layers.0.": "layers.2."}.
+        random: generators, masks or numbers that ranks of one TP group must have alike ("same": dropout after an all-reduce)
+            or each for itself ("own": dropout on sharded activations). The default generator's state is taken down anyway.
+        sampled: token ids that were generated; ranks with the same place but for "tp" and "pp" must have the same.
+        rates: the learning rate of each optimiser step; planned: what they should have been.
+        nan: what `with first_nan(model) as nan` gave.
+
+    Raises ValueError for `shards` without an axis "tp", for a pattern that matches nothing, for unknown keys of `random`, and for
+    two parameters that `rename` gives one name though they differ in shape.
     """
-    named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    import torch
+
+    place = _coordinates(mesh)
+    named = _named(model, rename)
+    seen = {renamed(name, rename): tensor for name, tensor in _by_name(outputs).items() if tensor is not None}
+    if shards and "tp" not in place:
+        raise ValueError(
+            f'shards {dict(shards)} needs to know which part this rank has: mesh={{"tp": rank}} or a mesh with axis "tp"'
+        )
+    cuts = {}
+    for pattern, dim in (shards or {}).items():
+        matches = [name for name in [*named, *seen] if fnmatchcase(name, pattern)]
+        if not matches:
+            raise ValueError(f"shards: no parameter or output matches {pattern!r}; there are {', '.join([*named][:5])} …")
+        cuts.update({name: dim for name in matches if not hasattr(named.get(name), "full_tensor")})
+    if unknown := set(random or ()) - {"same", "own"}:
+        raise ValueError(f'random has {", ".join(sorted(unknown))}; it knows "same" and "own"')
+    prints = {kind: fingerprint(value) for kind, value in (random or {}).items()}
     epochs = samples if samples and isinstance(samples[0], (list, tuple)) else [samples or ()]
     return Observation(
         None if loss is None else float(loss.detach() if hasattr(loss, "detach") else loss),
         tokens,
-        {name: _whole(p.grad) for name, p in named.items() if p.grad is not None},
-        {name: _whole(p) for name, p in named.items()},
+        {name: whole(p.grad) for name, p in named.items() if p.grad is not None},
+        {name: whole(p) for name, p in named.items()},
         tuple(tuple(_plain(sample) for sample in epoch) for epoch in epochs),
         None if draws is None else tuple(float(x) for x in _plain_list(draws)),
-        None if outputs is None else _whole(outputs),
+        {name: whole(tensor) for name, tensor in seen.items()},
+        place,
+        cuts,
+        {name: cut for name, p in named.items() if (cut := _dealt(p))},
+        {"default": fingerprint(torch.get_rng_state())} | prints,
+        any(type(m).__name__.endswith("Dropout") and m.training and getattr(m, "p", 0) > 0 for m in model.modules()),
+        None if sampled is None else tuple(int(x) for x in _plain_list(sampled)),
+        None if rates is None else tuple(map(float, rates)),
+        None if planned is None else tuple(map(float, planned)),
+        None if nan is None else nan.found,
     )
 
 
-def _whole(tensor: Any) -> Any:
+def fingerprint(value: Any) -> str:
+    """Eight letters that two generators in the same state, or two equal tensors or lists of numbers, share."""
+    import torch
+
+    state = value.get_state() if isinstance(value, torch.Generator) else torch.as_tensor(value)
+    state = state.detach().cpu().contiguous()
+    return hashlib.sha256(state.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
+
+
+def whole(tensor: Any) -> Any:
+    """The gathered tensor, on the CPU, FP32, on its own."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).float().cpu().clone()
+
+
+def _coordinates(mesh: Any) -> dict[str, int]:
+    if mesh is None or isinstance(mesh, Mapping):
+        return {axis: int(place) for axis, place in (mesh or {}).items()}
+    if not mesh.mesh_dim_names:
+        raise ValueError('the axes of this mesh have no names: init_device_mesh(…, mesh_dim_names=("dp", "tp"))')
+    return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+
+
+def _named(model: Any, rename: Rename | None) -> dict[str, Any]:
+    """Parameters by their names in the whole model; of two with one name on one rank (a tied matrix), the first."""
+    found: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        first = found.setdefault(renamed(name, rename), parameter)
+        if first.shape != parameter.shape:
+            raise ValueError(f"rename gives {name} {tuple(parameter.shape)} a name that {tuple(first.shape)} has already")
+    return found
+
+
+def _by_name(outputs: Any) -> Mapping[str, Any]:
+    return outputs if isinstance(outputs, Mapping) else {} if outputs is None else {"": outputs}
+
+
+def _dealt(parameter: Any) -> tuple[int, int] | None:
+    """(dim, parts) of a DTensor that one axis of its mesh splits."""
+    if not hasattr(parameter, "placements"):
+        return None
+    split = [(each.dim, parameter.device_mesh.size(axis)) for axis, each in enumerate(parameter.placements) if each.is_shard()]
+    return split[0] if len(split) == 1 else None
 
 
 def _plain(value: Any) -> Hashable:

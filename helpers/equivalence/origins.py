@@ -1,0 +1,190 @@
+"""Hooks on layers inside a rank: where the first NaN arises (`first_nan`, `origin`), and what each layer gives (`layers`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from helpers.equivalence.naming import Rename, renamed
+
+END = "<end>"  # stands for what comes behind the model: the loss, or the next stage
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value that is no finite number first showed on one rank."""
+
+    rank: int
+    batch: int  # 0, 1, 2 … forward passes of the model (micro-batches, where a batch has several)
+    phase: str  # "forward" or "backward"
+    layer: str  # name of the module; "" the model as a whole
+    what: str  # "inputs", "parameters", "output", "gradient of the input", "gradient of weight", "code before layers.1" …
+    step: int  # place in the order of what was looked at in this batch
+
+    @property
+    def arrived(self) -> bool:
+        """Whether it came from elsewhere: another rank, the data, or an earlier optimiser step."""
+        return self.what in ("inputs", "parameters", "gradient of the output")
+
+    def __str__(self) -> str:
+        layer = self.layer or "the model"
+        where = "from outside: in the " if self.arrived else "in the "
+        return f"rank {self.rank}, batch {self.batch}, {self.phase}, {layer}: first {where}{self.what}"
+
+
+class Watch:
+    """What `first_nan` gives: `found` is the first `Origin`, None while all is finite."""
+
+    def __init__(self) -> None:
+        self.found: Origin | None = None
+
+    def __repr__(self) -> str:
+        return str(self.found or "all finite")
+
+
+@contextmanager
+def first_nan(model: Any, *, rename: Rename | None = None) -> Iterator[Watch]:
+    """Within the block, note the first layer in which a NaN or an overflow (inf) arises, forward or backward, and in which batch.
+
+    A layer is at fault in forward where its inputs and parameters are finite and its output is not; in backward where the
+    gradient of its output is finite and that of its input, or of a parameter, is not. −inf is allowed in outputs: masks hold it.
+    Costs a pass over each activation; for searching, not for training. Give `watch.found` back, or `observe(nan=watch)`, and
+    `origin(run)` says which of the ranks was first.
+    """
+    import torch.distributed as dist
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    watch, rank = Watch(), dist.get_rank() if dist.is_initialized() else 0
+    batch, step = -1, 0
+    takers: Any = WeakIdKeyDictionary()  # tensor -> names of the layers that take it
+
+    def note(tensors: Any, layer: str, phase: str, what: str, allowed: float = math.nan, of: int | None = None) -> None:
+        nonlocal step
+        step += 1
+        if watch.found is None and not all(_finite(each, allowed) for each in tensors):
+            watch.found = Origin(rank, batch if of is None else of, phase, layer, what, step)
+
+    def follow(tensor: Any, maker: str) -> list[str]:
+        """Look at the gradient of an activation when it comes: a layer that takes it is to blame, else code between layers."""
+        if tensor in takers or not tensor.requires_grad:
+            return takers.setdefault(tensor, [])
+        names: list[str] = takers.setdefault(tensor, [])
+
+        def backward(gradient: Any, of: int = batch) -> None:
+            if END in names:
+                note([gradient], "", "backward", "gradient of the output", of=of)
+            elif names:
+                note([gradient], ", ".join(names), "backward", "gradient of the input", of=of)
+            else:
+                note([gradient], maker.rpartition(".")[0], "backward", f"code behind {maker}", of=of)
+
+        tensor.register_hook(backward)
+        return names
+
+    def starting(name: str, root: bool, leaf: bool) -> Callable[..., None]:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            nonlocal batch, step
+            inputs = _tensors((args, kwargs))
+            if root:
+                batch, step = batch + 1, 0
+                note(inputs, name, "forward", "inputs", -math.inf)
+            elif leaf:
+                note(inputs, name.rpartition(".")[0], "forward", f"code before {name}", -math.inf)
+            note(module.parameters(recurse=False), name, "forward", "parameters")
+            for each in inputs if leaf else ():
+                follow(each, name).append(name)
+
+        return hook
+
+    def ended(name: str, root: bool, leaf: bool) -> Callable[..., None]:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            outputs = _tensors(output)
+            note(outputs, name, "forward", "output", -math.inf)
+            for each in outputs if leaf or root else ():
+                names = follow(each, name)
+                if root:
+                    names.append(END)
+
+        return hook
+
+    handles = []
+    for name, module in model.named_modules():
+        shown, root, leaf = renamed(name, rename), module is model, not any(module.children())
+        handles.append(module.register_forward_pre_hook(starting(shown, root, leaf), with_kwargs=True))
+        handles.append(module.register_forward_hook(ended(shown, root, leaf)))
+        for part, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                what = f"gradient of {part}"
+                handles.append(parameter.register_hook(lambda g, n=shown, w=what: note([g], n, "backward", w)))
+    try:
+        yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def origin(run: Any) -> Origin | None:
+    """The earliest `Origin` among a run's results (or a sequence of them): its rank is where the NaN arose, others caught it.
+
+    Takes `Origin`s, `Watch`es and observations, also inside tuples, lists and dictionaries. None where all was finite.
+    """
+    found = list(_origins(getattr(run, "results", run)))
+    return min(found, key=lambda each: (each.batch, each.phase == "backward", each.arrived, each.step, each.rank), default=None)
+
+
+def _origins(value: Any) -> Iterator[Origin]:
+    if isinstance(value, Origin):
+        yield value
+    elif isinstance(value, Watch) or hasattr(value, "origin"):
+        yield from _origins(value.found if isinstance(value, Watch) else value.origin)
+    elif isinstance(value, Mapping):
+        yield from _origins(list(value.values()))
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        for each in value:
+            yield from _origins(each)
+
+
+@contextmanager
+def layers(model: Any, pattern: str = "*") -> Iterator[dict[str, Any]]:
+    """Within the block, keep what the modules named by `pattern` give, by name: `observe(model, outputs=kept)`.
+
+    Several passes (micro-batches) are joined along the first dim. So the first layer that differs is named, not only the end.
+    """
+    import torch
+
+    kept: dict[str, Any] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            first = next(iter(_tensors(output)), None)
+            if first is not None and first.ndim:
+                before = [kept[name]] if name in kept else []
+                kept[name] = torch.cat([*before, first.detach().clone()])
+
+        return hook
+
+    matching = [(name, module) for name, module in model.named_modules() if fnmatchcase(name, pattern)]
+    handles = [module.register_forward_hook(keep(name)) for name, module in matching]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(value: Any) -> list[Any]:
+    """The floating-point tensors in (nested) arguments or outputs."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+
+
+def _finite(tensor: Any, allowed: float) -> bool:
+    local = tensor.detach()
+    local = local.to_local() if hasattr(local, "to_local") else local
+    return bool((local.isfinite() | (local == allowed)).all())
