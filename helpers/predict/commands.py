@@ -1,0 +1,101 @@
+"""The texts that run a planned layout: a torchrun line, a config file of accelerate, a vLLM command.
+
+Options are those of torch 2.13's torchrun, accelerate 1.15 (its config file and `ParallelismConfig`) and vLLM 0.32;
+tests/test_planning.py gives each text to the program's own parser.
+"""
+
+from __future__ import annotations
+
+import yaml
+
+from helpers.predict.layout import Layout, Workload
+
+__all__ = ["accelerate", "torchrun", "vllm"]
+
+_DTYPES = {"fp32": "float32", "fp16": "float16"}  # of vLLM; everything else computes in bfloat16
+
+
+def torchrun(layout: Layout, workload: Workload, script: str, each_host: int, offload: bool = False) -> str:
+    """The line that every host runs, `each_host` ranks on each; the script is told the layout as options of its own.
+
+    With several hosts `HEAD` is the address of the first one and `IS_HEAD` 1 there, 0 elsewhere.
+    """
+    hosts = layout.ranks // each_host
+    meeting = "--standalone"
+    if hosts > 1:
+        meeting = '--rdzv-backend c10d --rdzv-id job --rdzv-endpoint "$HEAD:29500" --rdzv-conf "is_host=$IS_HEAD"'
+    options = {
+        "dp": layout.dp,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "zero": layout.zero,
+        "micro-batch": workload.batch,
+        "micro-batches": workload.micro_batches,
+        "checkpointing": workload.checkpointing,
+        "offload": "optimizer" if offload else "none",
+        "precision": workload.precision,
+    }
+    told = " ".join(f"--{name} {value}" for name, value in options.items())
+    return f"torchrun --nnodes {hosts} --nproc-per-node {each_host} {meeting} {script} {told}"
+
+
+def accelerate(layout: Layout, workload: Workload, each_host: int, offload: bool = False) -> str:
+    """The YAML file for `accelerate launch --config_file`, or "" for what accelerate does not run.
+
+    That is pipelines, and tensor parallelism without shards over data-parallel ranks. ZeRO 2 and 3 are FSDP2 (gathered weights
+    kept or freed after the forward pass), ZeRO 1 and an optimiser on the CPU are DeepSpeed's.
+    """
+    if layout.pp > 1 or (layout.tp > 1 and (layout.zero < 2 or offload)):
+        return ""
+    hosts = layout.ranks // each_host
+    found: dict[str, object] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "NO" if layout.ranks == 1 else "MULTI_GPU",
+        "mixed_precision": "no" if workload.precision == "fp32" else "fp16" if workload.precision == "fp16" else "bf16",
+        "num_machines": hosts,
+        "num_processes": layout.ranks,
+        "rdzv_backend": "static" if hosts == 1 else "c10d",
+        "machine_rank": 0,
+    }
+    if layout.zero == 1 or offload:
+        found["distributed_type"] = "DEEPSPEED"
+        found["deepspeed_config"] = {
+            "zero_stage": max(layout.zero, 1),
+            "gradient_accumulation_steps": workload.micro_batches,
+            "offload_optimizer_device": "cpu" if offload else "none",
+            "offload_param_device": "none",
+        }
+    elif layout.zero:
+        found["distributed_type"] = "FSDP"
+        found["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": layout.zero == 3,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_activation_checkpointing": workload.checkpointing == "full",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
+        found["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": 1,
+            "parallelism_config_dp_shard_size": layout.dp,
+            "parallelism_config_tp_size": layout.tp,
+            "parallelism_config_cp_size": 1,
+        }
+    return yaml.safe_dump(found, sort_keys=False)
+
+
+def vllm(layout: Layout, workload: Workload, model: str, share: float, each_host: int) -> str:
+    """The `vllm serve` command that every host runs: tensor parallelism in each replica, `share` of a GPU's memory for vLLM.
+
+    With several hosts each is a server of its own with its replicas, and a load balancer stands before them.
+    """
+    options = {
+        "tensor-parallel-size": layout.tp,
+        "data-parallel-size": min(layout.dp, each_host // layout.tp),
+        "dtype": _DTYPES.get(workload.precision, "bfloat16"),
+        "max-model-len": workload.sequence + workload.new_tokens,
+        "max-num-seqs": workload.batch,
+        "gpu-memory-utilization": f"{share:g}",
+    }
+    if workload.batched_tokens:
+        options["max-num-batched-tokens"] = workload.batched_tokens
+    return " ".join(["vllm serve", model, *(f"--{name} {value}" for name, value in options.items())])
