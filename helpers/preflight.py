@@ -207,6 +207,19 @@ def two_hosts(
     return Check("two hosts", "ok", "user namespaces are allowed, a link with a limited rate works")
 
 
+def slots(limit: int | None = None, tickets: Sequence[Any] | None = None) -> Check:
+    """Whether learners of this machine wait for each other: how many ranks may use its cores, who holds slots, who waits."""
+    from helpers.launching import slots as shared  # which needs more packages than this module
+
+    try:
+        limit = shared.cpu_slots() if limit is None else limit
+    except ValueError as error:
+        return Check("slots", "fail", f"no job starts: {error}", f"unset {shared.CPU_VARIABLE}, or correct it")
+    tickets = shared.tickets() if tickets is None else tickets
+    cores = f"{limit} for ranks on cores" if limit else "not limited on cores: nobody waits for those"
+    return Check("slots", "ok", "; ".join([cores, *map(str, tickets)]))
+
+
 def model_hub(address: str | None = None, timeout: float = 3) -> Check:
     """Whether the model hub answers; only the full-size model is fetched from there. `timeout` in seconds."""
     effect = "the course's own small model is on disk, only ernie-0.3b is out of reach unless it is cached"
@@ -238,7 +251,7 @@ def vllm(find: Callable[[str], Any] = importlib.util.find_spec, vision: str | No
 
 
 _SOFTWARE = (python, packages, torch, gpu, compiler, model_hub, vllm)
-_SYSTEM = (memory, disk, shared_memory, open_files, loopback, host_name, two_hosts)
+_SYSTEM = (memory, disk, shared_memory, open_files, loopback, host_name, two_hosts, slots)
 
 
 def checks(which: Sequence[Callable[[], Check]] = _SOFTWARE + _SYSTEM, seconds: float = SECONDS) -> list[Check]:

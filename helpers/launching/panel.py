@@ -45,6 +45,10 @@ class Lines:
                 print(f"[{self._turn}] … {self._skipped:,} more lines: run.output({self._turn})")
             self._turn, self._offset, self._printed, self._skipped, self._rest = self._turn + 1, 0, 0, 0, b""
 
+    def wait(self, text: str) -> None:
+        """Say what the job waits for before it starts."""
+        print(text, flush=True)
+
     def finish(self) -> None:
         """Print what is left, of every rank."""
         self.update(["ended"] * len(self._logs))
@@ -85,6 +89,9 @@ class Panel:
         self._logs, self._name, self._html = logs, name, HTML
         self._began = self._next = time.monotonic()
         self._handle: Any = display(HTML(self._picture(["joining"] * len(logs))), display_id=True)
+
+    def wait(self, text: str) -> None:
+        self._handle.update(self._html(f"<div class='helpers-panel'>{html.escape(f'{self._name}: {text}')} (■ stops it)</div>"))
 
     def update(self, states: list[str]) -> None:
         if time.monotonic() >= self._next:

@@ -133,7 +133,7 @@ def _prepare(request: dict[str, Any], rank: int) -> tuple[Callable[..., Any], tu
     os.environ.clear()
     os.environ.update(request["environment"])
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    threads = max(1, machine.cores() // ranks)
+    threads = request["threads"]
     cuda = request["device"] == "cuda"
     os.environ.update(
         RANK=str(rank),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import os
@@ -10,7 +11,7 @@ from collections.abc import Callable, Set
 from typing import Any
 
 from helpers import machine
-from helpers.launching import shipping
+from helpers.launching import shipping, slots
 from helpers.launching.engine import Interrupts, import_path, workplace
 from helpers.launching.job import Job
 from helpers.launching.judgement import judge
@@ -36,9 +37,11 @@ def launch(
 
     Arguments:
         fn: any function, also one defined in a cell or a lambda. Within it the default process group is initialised, the
-            device is `machine.device()`, the seed is 0 on every rank, and torch's threads are cores // ranks (at least 1).
+            device is `machine.device()`, the seed is 0 on every rank, and torch's threads are cores // ranks (at least 1; where
+            cores are limited to a number of slots, no more than each slot's share).
         ranks: how many; more than there are cores is allowed and flagged.
-        timeout: seconds from the moment every rank is inside `fn`; None waits for ever.
+        timeout: seconds from the moment every rank is inside `fn`; None waits for ever. Waiting for a slot (GPUs, and cores
+            where an instructor has limited them: see `slots`) does not count.
         backend: "nccl" (one GPU per rank), "gloo" (CPU ranks), or None: nccl where every rank has its own GPU, else gloo.
         record: record every collective, send and receive in `run.collectives`.
         nodes: hosts to run on, as `with two_nodes(...) as nodes` gives them: the first half of the ranks on host 0, the rest
@@ -60,6 +63,8 @@ def launch(
         raise ValueError(f"ranks is {ranks}; at most {MOST_RANKS} can be started on one machine")
     call = shipping.dumps(fn, args, kwargs)
     asked = time.perf_counter()
+    choices = slots.choices(placement.device)
+    placement = dataclasses.replace(placement, oversubscribed=placement.oversubscribed or 0 < len(choices) < ranks)
     seconds = NO_LIMIT if timeout is None else min(float(timeout), NO_LIMIT)
     with workplace().lock, Interrupts() as interrupts:
         environment = {**os.environ, **(env or {})}
@@ -73,6 +78,7 @@ def launch(
                 "folder": folder,
                 "memory": memory,
                 "ranks": ranks,
+                "threads": max(1, machine.cores() // max(ranks, len(choices) if placement.device == "cpu" else 0)),
                 "hosts": hosts,
                 "timeout": seconds,
                 "group_timeout": seconds + GLOO_SLACK,
@@ -84,7 +90,12 @@ def launch(
             }
             shipping.write_where_room((memory, folder), "call", lambda file: file.write(call))
             job = Job(request, shipping.name_of(fn), placement, asked)
-            job.follow(workplace().engine(environment), interrupts)
+            with slots.held(choices, ranks, job.name, job.display.wait, interrupts.wake) as held:
+                if placement.device == "cuda" and held.slots != choices:
+                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(held.slots)  # rank n has the n-th of them
+                job.asked += held.waited
+                request["ticket"] = held.path
+                job.follow(workplace().engine(environment), interrupts)
             run = job.run()
             kept = {log.path for log in run.logs if log.path}
             job.display.close(run)

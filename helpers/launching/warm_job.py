@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import psutil
 
 from helpers.launching import rank as rank_side
-from helpers.launching import wire
+from helpers.launching import slots, wire
 
 GRACE = 0.3  # seconds that the other ranks have to report after the first one failed
 JOIN_LIMIT = 120.0  # seconds until every rank has started the function
@@ -83,6 +83,7 @@ class Job:
         self.selector.register(woken, selectors.EVENT_READ)
         gc.collect()
         gc.freeze()
+        self.ticket = slots.hold_too(request["ticket"])  # as long as a rank may live, also when the kernel has gone
         self.ranks = self._start(method)
         self.reason, self.limit = "join", time.monotonic() + JOIN_LIMIT
 
@@ -111,6 +112,8 @@ class Job:
         for rank in self.ranks:
             os.close(rank.control)
         self.selector.close()
+        if self.ticket is not None:
+            os.close(self.ticket)
         self.tell("done")
 
     def alive(self) -> list[_Rank]:
