@@ -41,6 +41,7 @@ _MODULES = (
     "plots",
     "predict",
     "server_process",
+    "serving",
     "shard_plan",
     "widgets",
 )

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import httpx
 import psutil
@@ -22,7 +22,35 @@ if sys.platform == "linux":
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
+# Waits for its standard input to end. Where its owner was killed, nothing stood there: then it gives the server's process group
+# a while to end and kills what is left of it. Removes the server's folder, and shared memory that is called after a file in it.
+_GUARD = """
+import glob, os, shutil, sys, time
+group, folder, grace = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+if not sys.stdin.read():
+    end = time.monotonic() + grace
+    try:
+        while time.monotonic() < end:
+            os.killpg(group, 0)
+            time.sleep(0.1)
+        os.killpg(group, 9)
+    except (ProcessLookupError, PermissionError):
+        pass
+for name in os.listdir(folder):
+    for left in glob.glob("/dev/shm/" + glob.escape(name) + "*") if len(name) > 30 else ():
+        os.remove(left)
+shutil.rmtree(folder, ignore_errors=True)
+"""
 GRACE = 40.0  # seconds to finish what was accepted; torchrun gives its ranks 30 of them
+HASTE = 5.0  # seconds to end before anything was accepted
+
+
+class NotReady(RuntimeError):
+    """A server that did not come up. `log` is all it has printed."""
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(f"{message}:\n{log[-3000:]}")
+        self.log = log
 
 
 class ServerProcess:
@@ -49,32 +77,41 @@ class ServerProcess:
         """The exit code. Raises subprocess.TimeoutExpired when it still runs after `seconds`."""
         return self._process.wait(seconds)
 
-    def stop(self) -> None:
-        """Ask it to finish what it accepted and to end; what is left after `GRACE` seconds is killed, children too."""
+    def stop(self, grace: float = GRACE) -> None:
+        """Ask it to finish what it accepted and to end; what is left after `grace` seconds is killed, children too."""
         try:
             children = psutil.Process(self.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             children = []
         self._process.terminate()
         try:
-            self._process.wait(GRACE)
+            self._process.wait(grace)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         for child in psutil.wait_procs(children, timeout=1)[1]:
             child.kill()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # what was started meanwhile
 
 
 @contextmanager
 def started(
-    command: Sequence[str], url: str, *, path: str = "/health", timeout: float = 300, env: Mapping[str, str] | None = None
+    command: Sequence[str],
+    url: str,
+    *,
+    path: str = "/health",
+    timeout: float = 300,
+    env: Mapping[str, str] | None = None,
+    watch: Callable[[ServerProcess], object] | None = None,
 ) -> Iterator[ServerProcess]:
     """Run `command` while the block runs, from the moment that `url` + `path` answers 200.
 
     It ends with the block, and also when this process is killed. `env` is added to the environment, in which the folder for
-    temporary files is one that goes with the server.
+    temporary files is one that goes with the server. `watch` is called with the server now and then until it answers; what it
+    raises ends the server.
 
-    Raises RuntimeError with the end of its log when it exits or does not answer within `timeout` seconds.
+    Raises NotReady with the end of its log when it exits or does not answer within `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="server-") as folder, open(os.path.join(folder, "log"), "wb") as output:
         guarded = [sys.executable, "-c", _END_WITH_PARENT, str(os.getpid()), *command]
@@ -82,22 +119,29 @@ def started(
         process = subprocess.Popen(
             guarded, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=surroundings, start_new_session=True
         )
-        server = ServerProcess(process, url, output.name)
+        server, grace = ServerProcess(process, url, output.name), HASTE
+        guard = subprocess.Popen(
+            [sys.executable, "-ISc", _GUARD, str(process.pid), folder, str(HASTE)], stdin=subprocess.PIPE, start_new_session=True
+        )
         try:
-            _wait_until_ready(server, path, timeout)
+            _wait_until_ready(server, path, timeout, watch)
+            grace = GRACE
             yield server
         finally:
-            server.stop()
+            server.stop(grace)
+            guard.communicate(b"ended")
 
 
-def _wait_until_ready(server: ServerProcess, path: str, timeout: float) -> None:
+def _wait_until_ready(server: ServerProcess, path: str, timeout: float, watch: Callable[[ServerProcess], object] | None) -> None:
     deadline = time.monotonic() + timeout
     while True:
         if (code := server.returncode) is not None:
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise RuntimeError(f"the server ended before it answered ({how}):\n{server.log()[-3000:]}")
+            raise NotReady(f"the server ended before it answered ({how})", server.log())
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the server did not answer within {timeout:g} s:\n{server.log()[-3000:]}")
+            raise NotReady(f"the server did not answer within {timeout:g} s", server.log())
+        if watch:
+            watch(server)
         try:
             if httpx.get(server.url + path, timeout=2).status_code == 200:
                 return

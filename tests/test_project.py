@@ -49,6 +49,7 @@ PUBLIC = {
     "RanksHung",
     "Run",
     "server_process",
+    "serving",
     "shard_plan",
     "solution",
     "verdict",
@@ -68,6 +69,16 @@ PUBLIC_OF_MODULES = {
         "torch_cuda",
     },
     "helpers.preflight": {"Check", "checks", "main"},
+    "helpers.serving": {
+        "Facts",
+        "Server",
+        "ServingFailed",
+        "Settings",
+        "available",
+        "check",
+        "kv_cache_tokens",
+        "serve",
+    },
     "helpers.launching": {"LaunchError", "RankDied", "RankFailed", "RanksHung", "Run", "launch"},
 }
 FLOORS = [

