@@ -66,6 +66,7 @@ class GroupLayout:
         Counted on gloo's ring in the order of ranks: each step of the ring that goes to another host carries what one rank
         sends. Payload only: headers add up to 5 %. Raises ValueError for operations that do not go round a ring.
         """
+        traffic(op, bytes, 2)  # refuses what is no operation, also where no group crosses
         out = [0] * self.hosts
         for group in self.crossing(axis):
             moved = traffic(op, bytes, len(group))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -133,16 +132,21 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     if not isinstance(stages, int) or not 1 <= stages <= layers:
         raise ValueError(f"{stages!r} stages for {layers} layers: at least 1 stage, and at most one a layer")
 
-    @cache
-    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """The least cost of the costliest of `left` stages from item `first` on, and where they end."""
-        if left == 1:
-            return sum(costs[first:]), (len(costs),)
-        ends = range(max(first + 1, 2), len(costs) - left + 2)  # the first stage has a layer beside the embedding
-        return min((max(sum(costs[first:end]), (rest := best(end, left - 1))[0]), (end, *rest[1])) for end in ends)
-
-    ends = [0, *(end - 1 for end in best(0, stages)[1][:-1]), layers]
-    return [range(start, end) for start, end in itertools.pairwise(ends)]
+    total = [0, *itertools.accumulate(costs)]
+    best = {first: (total[-1] - total[first], len(costs)) for first in range(len(costs))}  # of the one stage that is left
+    cuts = []  # for each number of stages left: first item -> where its stage ends
+    for left in range(2, stages + 1):
+        ends = {first: range(max(first + 1, 2), len(costs) - left + 2) for first in range(len(costs) - left + 1)}
+        best = {
+            first: min((max(total[end] - total[first], best[end][0]), end) for end in possible)  # a layer beside the embedding
+            for first, possible in ends.items()
+            if possible
+        }
+        cuts.append({first: end for first, (_, end) in best.items()})
+    found = [0]
+    for cut in reversed(cuts):
+        found.append(cut[found[-1]])
+    return [range(start, end) for start, end in itertools.pairwise([0, *(end - 1 for end in found[1:]), layers])]
 
 
 def order(schedule: str, ranks: int, micro_batches: int) -> list[list[Operation]]:

@@ -75,6 +75,8 @@ def test_bytes_that_leave_a_host_go_round_rings():
     assert reverse.leaving("tp", "all_gather", 1000) == 2 * 500
     with pytest.raises(ValueError, match="not go round a ring"):
         inside.leaving("dp", "broadcast", 1000)
+    with pytest.raises(ValueError, match="nonsense"):
+        inside.leaving("tp", "nonsense", 1000)  # also where no group crosses
 
 
 def test_a_models_heads_and_layers_limit_the_axes():

@@ -105,11 +105,22 @@ def check_tied(answer):
     def job():
         rank = dist.get_rank()
         gradient = torch.full(shape, float(rank + 1)) if rank in (0, last) else None
-        answer(gradient)
-        return gradient
+        new_group, calls = dist.new_group, []
+
+        def counted(*args, **kwargs):
+            calls.append(not kwargs.get("use_local_synchronization"))  # that way members alone may make a group
+            return new_group(*args, **kwargs)
+
+        dist.new_group = counted
+        try:
+            answer(gradient)
+        finally:
+            dist.new_group = new_group
+        return gradient, sum(calls)
 
     run = launch(job, ranks=RANKS, backend="gloo", timeout=8)
-    ends = [run.results[rank] for rank in (0, last)]
+    ends = [run.results[rank][0] for rank in (0, last)]
+    made = [calls for _, calls in run.results]
     if any(end.shape != shape or (end != end[0, 0]).any() for end in ends):
         raise Wrong("The gradient is a matrix: all of it has to be the sum, and keep its shape.")
     values = [end[0, 0].item() for end in ends]
@@ -129,12 +140,23 @@ def check_tied(answer):
             f"The sums are right, but ranks {between} took part with a gradient that they do not have. Make a group of the first "
             f"and the last rank (dist.new_group, called by every rank) and all-reduce in that."
         )
+    if len(set(made)) > 1:
+        callers = [rank for rank in range(RANKS) if made[rank] == max(made)]
+        raise Wrong(
+            f"The sums are right, but only ranks {callers} called dist.new_group. Every rank makes every group, member or not: "
+            "the next group would be made out of step, and hang. (The all-reduce is the members' alone.)"
+        )
     return "Both ends hold the sum, and the ranks between sent nothing."
 
 
 def everybody(gradient):
     mine = torch.zeros(30, 8) if gradient is None else gradient
     dist.all_reduce(mine)
+
+
+def members_alone(gradient):
+    if gradient is not None:
+        dist.all_reduce(gradient, group=dist.new_group([0, dist.get_world_size() - 1]))
 
 
 def the_mean(gradient):
@@ -232,6 +254,7 @@ EXERCISES = [
         wrong=[
             (everybody, "ranks [1, 2] took part"),
             (the_mean, "That is the mean"),
+            (members_alone, "Every rank makes every group"),
             (not_in_place, "in place"),
             (one_way, "both must hold the sum"),
             (one_row, "all of it"),
