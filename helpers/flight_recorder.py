@@ -1,0 +1,172 @@
+"""Read what PyTorch's flight recorder left of a job that hung: what each rank completed and waits in, where ranks first differ.
+
+Dumps are the files that `TORCH_NCCL_DUMP_ON_TIMEOUT=1` (with `TORCH_FR_BUFFER_SIZE=2000`) writes, one a rank, what
+`_dump_nccl_trace()` or `_dump_fr_trace()` of `torch._C._distributed_c10d` returns, or the JSON of its `_dump_fr_trace_json()`.
+A file is a pickle of plain containers, and nothing else is read from it: a pickle that asks for a class or function is refused.
+Whether two entries match, and from where on ring buffers can be compared, is left to `torch.distributed.flight_recorder`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from helpers.measuring.sources import describe_line, is_learner_file
+
+Source = str | bytes | os.PathLike[str]
+
+
+class _Plain(pickle.Unpickler):
+    """Builds numbers, texts and containers only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(
+            f"this pickle asks for {module}.{name}: a dump of the flight recorder holds plain containers only, not read"
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One collective, send or receive as one rank recorded it; `raw` holds all that was."""
+
+    group: str  # name, and description where there is one: "0 (default_pg)"
+    sequence: int  # counted within the group, sends and receives apart
+    op: str  # "all_reduce", "send 0->1"
+    done: bool
+    source: str | None  # "train.py, line 31: dist.all_reduce(x)": the innermost line that is not a library's
+    raw: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        payload = f"{' '.join(map(str, self.raw['input_sizes']))} {'/'.join(sorted(set(self.raw['input_dtypes'])))}".strip()
+        return ", ".join(filter(None, [f"{self.op} {self.sequence} of group {self.group}", payload, self.source]))
+
+
+@dataclass(frozen=True, repr=False)
+class Summary:
+    """By rank the `last` that completed and what is `waiting`; `difference` tells the first place where ranks differ, or None."""
+
+    last: dict[int, Entry | None]
+    waiting: dict[int, tuple[Entry, ...]]
+    missing: tuple[int, ...]  # ranks of known groups that left no dump
+    difference: str | None
+
+    def __repr__(self) -> str:
+        lines = []
+        for rank, last in self.last.items():
+            waits = "; ".join(map(str, self.waiting[rank][:3])) or "nothing"
+            lines.append(f"rank {rank} waits in {waits}; last completed: {last or 'nothing'}")
+        lines += [f"no dump of rank {rank}" for rank in self.missing]
+        return "\n".join([*lines, f"first difference: {self.difference or 'none, ranks issued the same'}"])
+
+
+def read(sources: Iterable[Source] | Mapping[int, Source]) -> Summary:
+    """Summarise the dumps of a job's ranks: files, or contents (JSON text, JSON or pickle bytes); or {rank: any of these}.
+
+    A file's rank is the number at the end of its name, as torch writes it; contents are taken in order of the ranks. Raises
+    ValueError for what is no dump, for pickles that hold more than plain containers, and for two dumps of one rank;
+    FileNotFoundError.
+    """
+    if isinstance(sources, (str, bytes)):
+        raise ValueError(
+            "read takes the dumps of all ranks: a list of files or contents, such as Path(folder).glob('nccl_trace_rank_*')"
+        )
+    pairs = list(sources.items() if isinstance(sources, Mapping) else enumerate(sources))
+    ranks = [rank if isinstance(sources, Mapping) else _rank(source, rank) for rank, source in pairs]
+    dumps = {rank: _load(source) for rank, (_, source) in zip(ranks, pairs, strict=True)}
+    if not dumps or len(dumps) < len(pairs):
+        raise ValueError(
+            f"dumps of the ranks {ranks}: there must be at least one, and one of each rank; {{rank: file}} names them"
+        )
+    entries = {rank: [_entry(raw) for raw in dumps[rank]["entries"]] for rank in sorted(dumps)}
+    groups = _groups(dumps, entries)
+    return Summary(
+        {rank: next((each for each in reversed(own) if each.done), None) for rank, own in entries.items()},
+        {rank: tuple(each for each in own if not each.done) for rank, own in entries.items()},
+        tuple(sorted(set().union(*groups.values()) - set(entries))),
+        _first_difference(entries, groups),
+    )
+
+
+def _is_text(source: Source) -> bool:
+    return isinstance(source, str) and source.lstrip().startswith("{")
+
+
+def _rank(source: Source, place: int) -> int:
+    found = (
+        None if isinstance(source, bytes) or _is_text(source) else re.search(r"(\d+)(\.[A-Za-z]\w*)?$", os.path.basename(source))
+    )
+    return int(found[1]) if found else place
+
+
+def _load(source: Source) -> dict[str, Any]:
+    content = source if isinstance(source, bytes) else str(source).encode() if _is_text(source) else Path(source).read_bytes()
+    try:
+        dump = json.loads(content) if content.lstrip().startswith(b"{") else _Plain(io.BytesIO(content)).load()
+    except (pickle.UnpicklingError, EOFError, UnicodeDecodeError, IndexError, KeyError, AttributeError) as error:
+        raise ValueError(f"this is no dump of the flight recorder, neither pickle nor JSON: {error!r}") from None
+    if not isinstance(dump, dict) or not {"version", "pg_config"} <= set(dump):
+        raise ValueError(f'a dump has a "version" and a "pg_config"; this {type(dump).__name__} has not')
+    return {"entries": []} | dump  # the JSON of a recorder that saw nothing has none
+
+
+def _entry(raw: dict[str, Any]) -> Entry:
+    name, about = raw["process_group"]
+    frames = [each for each in raw.get("frames", []) if is_learner_file(each["filename"])]
+    return Entry(
+        f"{name} ({about})" if about not in ("", "undefined") else name,
+        raw["p2p_seq_id"] if raw["is_p2p"] else raw["collective_seq_id"],
+        raw["profiling_name"].partition(":")[2],
+        bool(raw["retired"]) or raw["state"] == "completed",
+        describe_line(frames[0]["filename"], frames[0]["line"]) if frames else None,
+        raw,
+    )
+
+
+def _groups(dumps: dict[int, dict[str, Any]], entries: dict[int, list[Entry]]) -> dict[str, set[int]]:
+    """Ranks by a group's name; where the recorder does not say (gloo), those that used it, of the default group all."""
+    found: dict[str, set[int]] = {}
+    for rank, own in entries.items():
+        for name, about in (each.raw["process_group"] for each in own):
+            found.setdefault(name, set()).update(entries if about == "default_pg" else {rank})
+    for name, group in (item for dump in dumps.values() for item in dump.get("pg_config", {}).items()):
+        if ranks := json.loads(group["ranks"] or "[]"):
+            found[name] = set(ranks)
+    return found
+
+
+def _first_difference(entries: dict[int, list[Entry]], groups: dict[str, set[int]]) -> str | None:
+    from torch.distributed.flight_recorder.components.utils import align_trace_from_beginning
+
+    aligned = align_trace_from_beginning({rank: [each.raw for each in own] for rank, own in entries.items()})
+    issued: dict[tuple[str, int], dict[int, Entry]] = {}
+    for rank, raws in aligned.items():
+        for each in (_entry(raw) for raw in raws if not raw["is_p2p"]):
+            issued.setdefault((each.raw["process_group"][0], each.sequence), {})[rank] = each
+    for (name, _), by_rank in sorted(issued.items(), key=lambda item: min(e.raw["time_created_ns"] for e in item[1].values())):
+        (first, one), *others = by_rank.items()
+        for rank, each in others:
+            if why := _mismatch(one.raw, each.raw, groups[name]):
+                return f"rank {first}: {one}; rank {rank}: {each} ({why})"
+        absent = sorted(groups[name] & set(entries) - set(by_rank))
+        if absent and not all(each.done for each in by_rank.values()):
+            return f"rank {first}: {one}; not issued on {', '.join(map(str, absent))}"
+    return None
+
+
+def _mismatch(one: Any, other: Any, ranks: set[int]) -> str:
+    """Why two entries do not belong to one collective, in torch's words; "" where they do, however far each has got."""
+    from torch.distributed.flight_recorder.components.types import MatchState, Op
+
+    apart = (MatchState.COLLECTIVE_TYPE_MISMATCH, MatchState.SIZE_OR_SYNTAX_MISMATCH, MatchState.COLLECTIVE_DTYPE_MISMATCH)
+    try:
+        verdict = Op(one, {"": ranks}, "").match(Op(other, {"": ranks}, ""))
+    except (AssertionError, IndexError):  # an operation that torch's analysis does not know
+        return "" if one["profiling_name"] == other["profiling_name"] else "other operations"
+    return str(verdict.culprit) if verdict.state in apart else ""
