@@ -90,7 +90,7 @@ def send(
     prompts: Sequence[str],
     *,
     model: str,
-    max_tokens: int = 16,
+    max_tokens: int | Sequence[int] = 16,
     concurrency: int | None = None,
     rate: float | None = None,
     expected: Sequence[str] | None = None,
@@ -101,7 +101,8 @@ def send(
     """Send one request per prompt to `url` + /v1/completions and return all replies; also from a cell, where a loop runs already.
 
     concurrency: closed loop with so many clients. rate: open loop, requests a second. Neither: all at once.
-    expected: the texts that the replies must have. stream: ask for tokens as they come, and note when the first did.
+    max_tokens: of every answer, or one number for each. expected: the texts that the replies must have.
+    stream: ask for tokens as they come, and note when the first did.
     timeout: seconds for one request; later it counts as not answered.
 
     Raises ValueError for both loops at once, and for numbers that are not above 0.
@@ -116,7 +117,10 @@ def send(
     moments = [0.0] * len(prompts)
     for number in range(1, len(prompts)) if rate else ():
         moments[number] = moments[number - 1] + generator.expovariate(rate)  # type: ignore[arg-type]
-    body = {"model": model, "max_tokens": max_tokens, "temperature": 0} | ({"stream": True} if stream else {})
+    most = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    if len(most) != len(prompts):
+        raise ValueError(f"{len(most)} max_tokens for {len(prompts)} prompts; give one number for all, or one for each")
+    body = {"model": model, "temperature": 0} | ({"stream": True} if stream else {})
 
     async def everything() -> Load:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency or 0)
@@ -128,7 +132,8 @@ def send(
                 await asyncio.sleep(moments[number])
                 async with places:
                     wanted = None if expected is None else expected[number]
-                    return await _ask(client, {**body, "prompt": prompts[number]}, number, begin, wanted)
+                    asked = {**body, "prompt": prompts[number], "max_tokens": most[number]}
+                    return await _ask(client, asked, number, begin, wanted)
 
             replies = await asyncio.gather(*map(one, range(len(prompts))))
             return Load(tuple(replies), time.perf_counter() - begin)

