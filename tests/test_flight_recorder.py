@@ -92,7 +92,7 @@ def nccl_dump(rank, ops, ranks=(0, 1), start=0):
             {
                 "frames": [
                     {"name": "all_reduce", "filename": "/x/site-packages/torch/distributed/distributed_c10d.py", "line": 2500},
-                    {"name": "train", "filename": "/home/someone/train.py", "line": 31},
+                    {"name": "train", "filename": "/data/train.py", "line": 31},
                 ],
                 "record_id": number,
                 "pg_id": 0,
