@@ -114,7 +114,12 @@ def on_cpu() -> bool:
 
 
 def available() -> str:
-    """Empty where vLLM can run here, else a sentence that says what is missing and how to get it."""
+    """Empty where vLLM can run here, else a sentence that says what is missing and how to get it.
+
+    WORKSHOP_VLLM=no plays a machine without vLLM.
+    """
+    if os.environ.get("WORKSHOP_VLLM") == "no":
+        return "vLLM is not used: WORKSHOP_VLLM=no is set. What helps: unset it, then make vllm."
     found = preflight.vllm()
     return "" if found.state == "ok" else f"vLLM cannot run here: {found.meaning}. What helps: {found.mend}."
 
