@@ -9,6 +9,8 @@ import os
 import sys
 from typing import Any
 
+from helpers.launching import errors
+
 _FROM = {  # public name -> module that defines it; a module's own name stands for the module
     "LaunchError": "launching",
     "RankDied": "launching",
@@ -17,6 +19,7 @@ _FROM = {  # public name -> module that defines it; a module's own name stands f
     "Run": "launching",
     "launch": "launching",
     "check": "exercises",
+    "diagnose": "diagnosis",
     "export_job": "launching.export",
     "hint": "exercises",
     "progress": "exercises",
@@ -27,6 +30,7 @@ _MODULES = (
     "claims",
     "corpus",
     "data_parallel",
+    "diagnosis",
     "equivalence",
     "exercises",
     "grouping",
@@ -59,6 +63,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _diagnose(error: errors.LaunchError) -> Any:
+    """What `error.diagnosis` is: launching knows nothing of the floors above, so the reader of errors is named to it here."""
+    return importlib.import_module("helpers.diagnosis").diagnose(error)
+
+
+errors.diagnosers.append(_diagnose)
 
 
 def _start_in_the_background() -> None:

@@ -26,6 +26,8 @@ PUBLIC = {
     "claims",
     "corpus",
     "data_parallel",
+    "diagnose",
+    "diagnosis",
     "equivalence",
     "exercises",
     "export_job",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from helpers.launching.results import Run
+
+diagnosers: list[Callable[[LaunchError], Any]] = []  # filled from above; the first that answers makes every error's `diagnosis`
 
 
 class LaunchError(RuntimeError):
@@ -18,7 +23,19 @@ class LaunchError(RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.run = run
-        self.diagnosis: Any = None
+
+    @cached_property
+    def diagnosis(self) -> Any:
+        """What is known of the fault; None where nobody reads errors, or where reading this one fails."""
+        for diagnose in diagnosers:
+            with contextlib.suppress(Exception):  # an error must be shown, whatever becomes of its diagnosis
+                return diagnose(self)
+        return None
+
+    def __str__(self) -> str:
+        """The message, and at its end the fault, where it is known."""
+        message, line = super().__str__(), getattr(self.diagnosis, "line", "")
+        return f"{message}\n\n{line}" if line else message
 
     def _render_traceback_(self) -> list[str]:
         """Asked by IPython: the message alone, which holds the rank's own traceback."""

@@ -1,0 +1,101 @@
+"""`mismatch`: the first place at which the ranks of a group do not issue the same, also in a job that hung, died or returned."""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from helpers.launching import waits
+from helpers.measuring.records import Collective
+
+ALIKE = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+)  # every rank plays the same part: two that meet belong together
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """`rows` holds what each rank of the group issued at that place, None where it issued nothing any more.
+
+    `what` differs: "op", "bytes", "dtype", "group" (a rank went to another group), "missing" (a rank did not come), or "source":
+    the same operation, but from lines that two ranks pass in opposite order, so that other values are summed than was meant.
+    """
+
+    what: str
+    rows: dict[int, Collective | None]
+    later: dict[int, Collective] | None = None  # of "source": where the two ranks issue what the other issued here
+
+    @property
+    def odd(self) -> int | None:
+        """The one rank that differs where all others (at least two) agree."""
+        return None if self.what == "source" else waits.odd_one_out(self.rows)
+
+    def __str__(self) -> str:
+        title = {
+            "missing": "The first place to which not every rank came:",
+            "group": "The first place where a rank went to another group:",
+            "source": "The ranks pass these lines in opposite order, so each sum mixes the values of both:",
+        }.get(self.what, f"The first place where the ranks differ in {self.what}:")
+        lines = [title, waits.describe_difference(self.rows)]
+        if self.later:
+            lines += ["and later:", waits.describe_difference(dict(self.later))]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def find(collectives: Sequence[Collective]) -> Mismatch | None:
+    """The first mismatch in what was recorded, None where the sequences agree."""
+    row = waits.first_difference(collectives)
+    if row is None:
+        return _swapped(collectives)
+    issued = [collective for collective in row.values() if collective is not None]
+    for what in ("op", "dtype", "bytes"):
+        if len({getattr(collective, what) for collective in issued}) > 1:
+            return Mismatch(what, row)
+    waiting = waits.in_flight(collectives)
+    elsewhere = {
+        rank: waiting[rank]
+        for rank, collective in row.items()
+        if collective is None and rank in waiting and waiting[rank].group != issued[0].group and waiting[rank].op == issued[0].op
+    }
+    return Mismatch("group", {**row, **elsewhere}) if elsewhere else Mismatch("missing", row)
+
+
+def _swapped(collectives: Sequence[Collective]) -> Mismatch | None:
+    """Two operations that rank a issues in the order L1, L2 and rank b in the order L2, L1, of the same group and kind.
+
+    Different lines at one place alone are no sign: ranks may take different branches to the same sum. Operations with a root are
+    left out, because there branches whose roles rotate look just so; and lines of the same text may be such branches as well.
+    """
+    issued: dict[tuple[tuple[int, ...], int], list[Collective]] = defaultdict(list)
+    for collective in sorted(collectives, key=lambda c: c.sequence):
+        if collective.op in ALIKE and collective.source is not None:
+            issued[collective.group, collective.rank].append(collective)
+    found = []
+    for group in {group for group, _ in issued}:
+        members = [issued[group, rank] for rank in group]
+        if len({tuple(sorted(str(c.source) for c in sequence)) for sequence in members}) > 1:
+            continue  # not the same lines equally often: not an order, but other work
+        for place, row in enumerate(zip(*members, strict=True)):
+            first = next(((a, b) for a, b in itertools.combinations(row, 2) if _other_line(a, b)), None)
+            if first is not None:
+                a, b = first
+                later_a = next((c for c in issued[group, a.rank][place:] if c.source == b.source), None)
+                later_b = next((c for c in issued[group, b.rank][place:] if c.source == a.source), None)
+                if later_a is not None and later_b is not None:
+                    found.append(Mismatch("source", {c.rank: c for c in row}, {a.rank: later_a, b.rank: later_b}))
+                break
+    return min(found, key=lambda mismatch: min(c.start for c in mismatch.rows.values() if c is not None), default=None)
+
+
+def _other_line(a: Collective, b: Collective) -> bool:
+    """Whether the two come from lines with different text."""
+    return (a.source or "").partition(": ")[2] != (b.source or "").partition(": ")[2]
