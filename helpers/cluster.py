@@ -19,10 +19,14 @@ __all__ = ["fields", "launch_line", "problems", "render", "templates"]
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates" / "cluster"
 _FIELD = re.compile(r"\{\{(\w+)\}\}")
-_NUMBERS = {"nodes", "least_nodes", "ranks_per_node", "restarts", "port", "serve_port", "minutes", "seconds", "wait"}
+_NUMBERS = {
+    "nodes", "least_nodes", "ranks_per_node", "restarts", "port", "serve_port", "minutes", "seconds", "wait",
+    "ranks", "replicas", "tensor_parallel", "batch_size", "max_length", "max_num_batched_tokens",
+}  # fmt: skip
 _PROGRAMS = ("torchrun", "vllm")
 _TEXT = re.compile(r"[\w./:@-]+")  # what needs no quotes in shell and YAML
 _LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+_DEVICES = re.compile(r"\d+(,\d+)*")
 # Kubernetes API v1.32, the fields used here: type, or the one value that is right, or the fields below; [x] is a list of x.
 _METADATA = {"name": str}
 _FIELDS: dict[str, Any] = {
@@ -52,37 +56,50 @@ _FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def templates() -> list[str]:
-    """The names of the templates."""
-    return sorted(file.name for file in TEMPLATES.iterdir())
+def templates(place: Path = TEMPLATES) -> list[str]:
+    """The names of the templates in a folder."""
+    return sorted(file.name for file in place.iterdir())
 
 
-def fields(name: str) -> list[str]:
+def fields(name: str, place: Path = TEMPLATES) -> list[str]:
     """What a template asks for. Raises ValueError for one that does not exist."""
-    if name not in templates():
-        raise ValueError(f"there is no template {name!r}; there are {', '.join(templates())}")
-    return sorted(set(_FIELD.findall((TEMPLATES / name).read_text(encoding="utf-8"))))
+    if name not in templates(place):
+        raise ValueError(f"there is no template {name!r}; there are {', '.join(templates(place))}")
+    return sorted(set(_FIELD.findall((place / name).read_text(encoding="utf-8"))))
 
 
-def render(name: str, /, **values: Any) -> str:
+def render(name: str, place: Path = TEMPLATES, /, **values: Any) -> str:
     """The template with `values` in its fields; values that it does not ask for are left out, so one set serves all.
 
     Raises ValueError for a missing value, a number below 1 (restarts: 0), or a text that would need quotes.
     """
-    asked = fields(name)
+    asked = fields(name, place)
     if missing := [field for field in asked if field not in values]:
         raise ValueError(f"{name} also asks for {', '.join(missing)}; it takes {', '.join(asked)}")
     for field in asked:
         value = values[field]
         if field in _NUMBERS and (type(value) is not int or value < (field != "restarts")):
             raise ValueError(f"{field} is {value!r}; it must be a whole number of at least {int(field != 'restarts')}")
-        if field not in _NUMBERS and not (isinstance(value, str) and _TEXT.fullmatch(value)):
+        if field == "devices" and not (isinstance(value, str) and _DEVICES.fullmatch(value)):
+            raise ValueError(f'devices is {value!r}; it must be numbers of GPUs with commas between them, such as "0,1"')
+        if field not in {*_NUMBERS, "devices"} and not (isinstance(value, str) and _TEXT.fullmatch(value)):
             raise ValueError(f"{field} is {value!r}; it must be of letters, digits and . / : @ _ - (no spaces, no quotes)")
         if field in ("name", "claim") and not _LABEL.fullmatch(value):
             raise ValueError(
                 f"{field} is {value!r}; hosts are called by it: small letters, digits and -, at most 63, a letter first"
             )
-    return _FIELD.sub(lambda match: str(values[match[1]]), (TEMPLATES / name).read_text(encoding="utf-8"))
+    return _FIELD.sub(lambda match: str(values[match[1]]), (place / name).read_text(encoding="utf-8"))
+
+
+def unfilled(text: str) -> list[str]:
+    """A sentence for each field that is still there."""
+    return [f"{{{{{field}}}}} was not filled in" for field in sorted(set(_FIELD.findall(text)))]
+
+
+def bash_problems(script: str) -> list[str]:
+    """What `bash -n` says about a script."""
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    return [f"bash: {line}" for line in done.stderr.splitlines()]
 
 
 def launch_line(text: str) -> str:
@@ -96,7 +113,7 @@ def launch_line(text: str) -> str:
 
 def problems(text: str) -> list[str]:
     """What is wrong with a rendered template, each as a sentence; an empty list where nothing is."""
-    found = [f"{{{{{field}}}}} was not filled in" for field in sorted(set(_FIELD.findall(text)))]
+    found = unfilled(text)
     if text.startswith("#!"):
         scripts = [text, *re.findall(r"bash -euc '\n(.*?)\n'", text, re.DOTALL)]
         sizes = {int(number) for number in re.findall(r"^#SBATCH --nodes=(\d+)$", text, re.MULTILINE)}
@@ -116,9 +133,7 @@ def problems(text: str) -> list[str]:
         ranks = {pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]}
         if not pages["Service"]["metadata"]["name"] == pod["subdomain"] == pages["Job"]["metadata"]["name"]:
             found.append("Service, subdomain and Job have different names: no pod would find pod 0")
-    for script in scripts:
-        done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
-        found += [f"bash: {line}" for line in done.stderr.splitlines()]
+    found += [problem for script in scripts for problem in bash_problems(script)]
     try:
         return found + _launches(launch_line(scripts[-1]), sizes, ranks)
     except ValueError as error:
