@@ -20,9 +20,9 @@ class Copy:
     tensor: Any
 
 
-def distance(a: Any, b: Any) -> float:
-    """The norm of the difference as a share of that of `b`; infinite for other shapes."""
-    scale = max(b.norm().item(), 1e-30)
+def distance(a: Any, b: Any, least: float = 1e-30) -> float:
+    """The norm of the difference as a share of that of `b`, or of `least` where that is larger; infinite for other shapes."""
+    scale = max(b.norm().item(), least)
     return (a - b).norm().item() / scale if a.shape == b.shape else float("inf")
 
 
@@ -99,10 +99,15 @@ def _joined(tensors: list[Any], dim: int | None) -> Any:
     return torch.cat(tensors, dim=dim or 0)
 
 
-def different(copies: Iterable[Copy]) -> list[Copy]:
-    """One copy of each value that occurs."""
+def least(held: dict[str, list[Copy]]) -> float:
+    """The norm below which a gradient is noise beside the others (a key's bias has none but rounding): 1 % of the largest."""
+    return 1e-2 * max((copies[0].tensor.norm().item() for copies in held.values()), default=0.0) + 1e-30
+
+
+def different(copies: Iterable[Copy], least: float) -> list[Copy]:
+    """One copy of each value that occurs, to within `TOLERANCE` of its norm or of `least`."""
     found: list[Copy] = []
     for copy in copies:
-        if all(distance(copy.tensor, other.tensor) > TOLERANCE for other in found):
+        if all(distance(copy.tensor, other.tensor, least) > TOLERANCE for other in found):
             found.append(copy)
     return found

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from helpers.equivalence.joining import PARTS, TOLERANCE, different, distance, joined, model_copies, outputs
+from helpers.equivalence.joining import PARTS, TOLERANCE, different, distance, joined, least, model_copies, outputs
 from helpers.equivalence.observing import Observation
 from helpers.launching import Run
 
@@ -88,7 +88,7 @@ def of_replicas(many: list[Observation]) -> list[Finding]:
         for name, copies in held.items():
             holders = {rank for copy in copies for rank in copy.ranks}
             stages = {many[rank].place.get("pp") for rank in holders}
-            if len(holders) < sum(seen.place.get("pp") in stages for seen in many) or len(different(copies)) > 1:
+            if len(holders) < sum(seen.place.get("pp") in stages for seen in many) or len(different(copies, least(held))) > 1:
                 apart.add(name)
         if apart:
             part = f"all {len(apart)}" if len(apart) == len(held) else f"{len(apart)} of {len(held)}"
@@ -109,6 +109,7 @@ def of_gradients(
     few: list[Observation], many: list[Observation], small: int, large: int, errors: dict[str, float]
 ) -> list[Finding]:
     reference, seen = _first(few, "gradients"), _first(many, "gradients")
+    noise = least(joined(few, "gradients"))
     shared = [name for name in reference if name in seen and reference[name].norm() > 0]
     lost = sorted(set(reference) - set(seen))
     found = []
@@ -118,12 +119,13 @@ def of_gradients(
         )
     if not shared:
         return found
-    errors_by_name = {name: distance(seen[name], reference[name]) for name in shared}
+    errors_by_name = {name: distance(seen[name], reference[name], noise) for name in shared}
     error = max(errors_by_name.values())
     errors["gradients"] = error
     if error <= TOLERANCE:
         before, after = _first(few, "parameters"), _first(many, "parameters")
-        errors["parameters"] = max((distance(after[name], before[name]) for name in before), default=0.0)
+        tiny = least(joined(few, "parameters"))
+        errors["parameters"] = max((distance(after[name], before[name], tiny) for name in before), default=0.0)
         if errors["parameters"] > TOLERANCE:
             found.append(
                 Finding(
@@ -136,7 +138,7 @@ def of_gradients(
     wrong = [name for name, its in errors_by_name.items() if its > TOLERANCE]
     dots = sum((seen[n] * reference[n]).sum().item() for n in wrong)
     ratio = dots / sum(reference[n].square().sum().item() for n in wrong)
-    rest = max(distance(seen[name], reference[name] * ratio) for name in wrong)
+    rest = max(distance(seen[name], reference[name] * ratio, noise * abs(ratio)) for name in wrong)
     if rest <= max(TOLERANCE, FACTOR_TOLERANCE) and (len(wrong) == len(shared) or many[0].place):
         which = "all of them" if len(wrong) == len(shared) else f"{len(wrong)} of {len(shared)} ({', '.join(wrong[:3])})"
         return [*found, _factor(ratio, small, large, which)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ def first_nan(model: Any, *, rename: Rename | None = None) -> Iterator[Watch]:
     def starting(name: str, root: bool, leaf: bool) -> Callable[..., None]:
         def hook(module: Any, args: Any, kwargs: Any) -> None:
             nonlocal batch, step
+            if _rehearsed():
+                return
             inputs = _tensors((args, kwargs))
             if root:
                 batch, step = batch + 1, 0
@@ -102,7 +105,7 @@ def first_nan(model: Any, *, rename: Rename | None = None) -> Iterator[Watch]:
 
     def ended(name: str, root: bool, leaf: bool) -> Callable[..., None]:
         def hook(module: Any, args: Any, output: Any) -> None:
-            outputs = _tensors(output)
+            outputs = [] if _rehearsed() else _tensors(output)
             note(outputs, name, "forward", "output", -math.inf)
             for each in outputs if leaf or root else ():
                 names = follow(each, name)
@@ -160,7 +163,7 @@ def layers(model: Any, pattern: str = "*") -> Iterator[dict[str, Any]]:
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: Any, args: Any, output: Any) -> None:
-            first = next(iter(_tensors(output)), None)
+            first = next(iter([] if _rehearsed() else _tensors(output)), None)
             if first is not None and first.ndim:
                 before = [kept[name]] if name in kept else []
                 kept[name] = torch.cat([*before, first.detach().clone()])
@@ -174,6 +177,14 @@ def layers(model: Any, pattern: str = "*") -> Iterator[dict[str, Any]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _rehearsed() -> bool:
+    """Whether torch's `PipelineStage` is running the model on empty tensors to learn their shapes."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_forward_metadata_inference":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _tensors(value: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from helpers.equivalence import origins
-from helpers.equivalence.joining import TOLERANCE, alike, different, distance, joined, model_copies, outputs, parts
+from helpers.equivalence.joining import TOLERANCE, alike, different, distance, joined, least, model_copies, outputs, parts
 from helpers.equivalence.judging import FACTOR_TOLERANCE, Finding
 from helpers.equivalence.observing import Observation
 
@@ -181,11 +181,13 @@ def _close(rates: tuple[float, ...], planned: tuple[float, ...]) -> bool:
 
 
 def _pace(rates: tuple[float, ...], planned: tuple[float, ...]) -> float | None:
-    """k where step i has the rate planned for step k·i; known steps only, and enough of them to tell."""
+    """k where each step has the rate planned for k times its number (or up to k steps later), and enough are known to tell."""
     for pace in [2, 3, 4, 6, 8, 12, 16, 32, 1 / 2, 1 / 3, 1 / 4, 1 / 8]:
-        known = [(rate, planned[int(i * pace)]) for i, rate in enumerate(rates) if int(i * pace) < len(planned)]
-        if len(known) > 1 and len({b for _, b in known}) > 1 and all(_close((a,), (b,)) for a, b in known):
-            return pace
+        for late in range(int(pace) + 1):
+            places = [(rate, int(i * pace) + late) for i, rate in enumerate(rates)]
+            known = [(rate, planned[place]) for rate, place in places if place < len(planned)]
+            if len({wanted for _, wanted in known}) > 1 and all(_close((rate,), (wanted,)) for rate, wanted in known):
+                return pace
     return None
 
 
@@ -206,12 +208,12 @@ def of_copies(few: list[Observation], many: list[Observation]) -> list[Finding]:
     ):
         parted = []
         for name, copies in seen.items():
-            apart = different(copies)
+            apart = different(copies, least(reference))
             places = {many[copy.ranks[0]].place.get(axis) for copy in apart}
             if len(apart) < 2 or name not in reference or len(places) < 2:
                 continue
             total = sum(copy.tensor for copy in apart)
-            if distance(total, reference[name][0].tensor) <= FACTOR_TOLERANCE:
+            if distance(total, reference[name][0].tensor, least(reference)) <= FACTOR_TOLERANCE:
                 parted.append(name)
         if parted:
             evidence = f"{_several(parted)}: ranks have different gradients that together give the right one"
