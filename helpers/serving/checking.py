@@ -139,8 +139,8 @@ def _cores(settings: Settings) -> list[str]:
     except ValueError:
         return [f"{BIND} is {text!r}, which is no list of cores; {right}"]
     found = []
-    if len(lists) != settings.ranks:
-        found.append(f"{BIND} is {text!r}: {len(lists)} lists of cores for {settings.ranks} ranks; {right}")
+    if len(lists) < settings.ranks:
+        found.append(f"{BIND} is {text!r}: cores for {len(lists)} of {settings.ranks} ranks; {right}")
     if strange := sorted(cores - existing):
         named = ", ".join(map(str, strange))
         found.append(f"{BIND} is {text!r}, but this process may not use core {named}, only {min(existing)} to {max(existing)}")
