@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import html
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,7 +125,8 @@ def _of_error(error: LaunchError) -> Diagnosis:
         return by_predicate
     if sighting:
         extra = (str(case.mismatch),) if case and case.mismatch and sighting.fault.says != "cause" else ()
-        return _named(sighting.fault, (sighting.text, *extra), rank or tuple(sorted(sighting.ranks)))
+        evidence = (*sighting.texts, *_where(error), *extra)
+        return _named(sighting.fault, evidence, rank or tuple(sorted(sighting.ranks)))
     how = {RankFailed: "an exception left the function", RankDied: "a rank's process ended", RanksHung: "the timeout passed"}
     ruled_out = [_no_sign(read), *([_agreement(run)] if run and case and case.mismatch is None else [])]
     ruled_out += [f"{text}: no" for kind, text in how.items() if not isinstance(error, kind)]
@@ -149,12 +151,13 @@ def _of_log(read: reading.Reading) -> Diagnosis:
     if sighting and sighting.fault.says == "consequence" and own:  # the others only say that this rank is gone
         culprit = read.failed_rank if read.failed_rank in own else next(iter(own))
         raised = next(fault for fault in faults() if fault.predicate == "one raised")
-        return _named(raised, (f"rank {culprit} raised {own[culprit]}", f"line {sighting.line}: {sighting.text}"), (culprit,))
+        return _named(raised, (f"rank {culprit} raised {own[culprit]}", f"line {sighting.line}: {sighting.texts[0]}"), (culprit,))
     if sighting:
         times = f" ({sighting.count} times)" if sighting.count > 1 else ""
         ranks = sighting.ranks or ({read.failed_rank} if read.failed_rank is not None else set())
-        return _named(sighting.fault, (f"line {sighting.line}{times}: {sighting.text}",), tuple(sorted(ranks)))
-    if not read.lines:
+        first, *rest = sighting.texts
+        return _named(sighting.fault, (f"line {sighting.line}{times}: {first}", *rest), tuple(sorted(ranks)))
+    if read.blank:
         return Diagnosis(name="I don't know: there is nothing to read", look_next="The log's text, or a Path to its file")
     if not (read.trouble or read.exceptions):
         return Diagnosis(name="Nothing found: no line looks like a fault", ruled_out=(_no_sign(read),), healthy=True)
@@ -196,6 +199,12 @@ def _agreement(run: Run) -> str:
 def _no_sign(read: reading.Reading) -> str:
     known = [fault for fault in faults() if fault.patterns]
     return f"none of {sum(len(f.patterns) for f in known)} known signs of {len(known)} faults stands in {read.lines:,} lines"
+
+
+def _where(error: LaunchError) -> tuple[str, ...]:
+    """The learner's line that the traceback begins with."""
+    frame = re.search(r'File "(.+)", line (\d+), in .*\n +(.+)', error.traceback) if isinstance(error, RankFailed) else None
+    return (f"raised in {os.path.basename(frame[1]).strip('<>')}, line {frame[2]}: {frame[3]}",) if frame else ()
 
 
 def _tail(run: Run, number: int) -> list[str]:

@@ -35,10 +35,14 @@ class Case:
 
     def busy(self, rank: int) -> bool:
         """Whether the rank was in code of its own, not in an operation, when the job was ended."""
-        if not isinstance(self.error, RanksHung) or rank in self.error.waiting:
-            return False
-        stack = self.error.stacks.get(rank)
+        stack = self.error.stacks.get(rank) if isinstance(self.error, RanksHung) and rank not in self.error.waiting else None
         return bool(stack) and not stack[-1].startswith(IN_TORCH)
+
+    def elsewhere(self, rank: int) -> bool:
+        """Whether the rank had returned, or sat in another operation."""
+        span = self.run.spans[rank] if rank < len(self.run.spans) else None
+        returned = span is not None and span[1] is not None
+        return returned or (isinstance(self.error, RanksHung) and not self.busy(rank) and bool(self.error.stacks.get(rank)))
 
 
 def differs(what: str) -> Callable[[Case], Evidence]:
@@ -62,11 +66,10 @@ def callbacks(case: Case) -> Evidence:
 def uneven(case: Case) -> Evidence:
     """The absent rank has passed the awaited line before, only less often, and has left: its loop was shorter."""
     count = dict.fromkeys(range(case.run.ranks), 0)
-    lines = {c.source for c in case.awaited}
+    lines = {(c.source, c.op) for c in case.awaited}
     for collective in case.run.collectives:
-        count[collective.rank] += collective.source in lines
-    short = [rank for rank in case.absent if count[rank] and not case.busy(rank)]
-    if not short or None in lines:
+        count[collective.rank] += (collective.source, collective.op) in lines
+    if not any(count[rank] and case.elsewhere(rank) for rank in case.absent):
         return ()
     times = ", ".join(f"rank {rank} {count[rank]} times" for rank in sorted(count))
     return (str(case.mismatch), f"operations issued from that line: {times}")
@@ -76,7 +79,7 @@ def conditional(case: Case) -> Evidence:
     """The absent rank has never passed the awaited line, and is in no work of its own: it took another branch."""
     lines = {c.source for c in case.awaited}
     passed = {c.rank for c in case.run.collectives if c.source in lines}
-    return (str(case.mismatch),) if [r for r in case.absent if r not in passed and not case.busy(r)] else ()
+    return (str(case.mismatch),) if any(rank not in passed and case.elsewhere(rank) for rank in case.absent) else ()
 
 
 def works_alone(case: Case) -> Evidence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ SHOWN = 240  # characters of a line that are kept as evidence
 MOST_RANKS = 256  # that are told apart
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _RANK = re.compile(  # how torch, torchrun, srun, vLLM and launch say whose line it is
-    r"\s*(?:\[(?:rank|default|[a-z_]+)?(\d+)\]:|\[Rank (\d+)\]|(\d+): |rank (\d+)\b|\((?:Vllm)?Worker\w*?(?:TP|rank=|_)(\d+)\b)"
+    r"\s*(?:\[(?:[a-z_]+)?(\d+)\]:|\[Rank (\d+)\]|(\d+): |rank (\d+)\b|\((?:Vllm)?Worker\w*?(?:TP|rank=|_)(\d+)(?!\d))"
 )
 _FAILED_RANK = re.compile(r"Root Cause \(first observed failure\):\s+(?:.*\n){1,4}?.*?\brank\s*: (\d+) \(local_rank: \d+\)")
 _EXCEPTION = re.compile(r"(?<![\w.])((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception)): (.+)$")
@@ -32,9 +33,9 @@ class Sighting:
     """Where a fault's sign first stands in a log, and which ranks printed it."""
 
     fault: Fault
-    position: int  # characters before it
-    line: int  # counted from 1
-    text: str
+    position: float = math.inf  # characters before it
+    line: int = 0  # its number, counted from 1
+    texts: list[str] = field(default_factory=list)  # the first line of each pattern
     ranks: set[int] = field(default_factory=set)
     count: int = 0
 
@@ -44,6 +45,7 @@ class Reading:
     """What one pass over a log keeps of it."""
 
     lines: int = 0
+    blank: bool = True
     sightings: dict[str, Sighting] = field(default_factory=dict)  # by the fault's id
     exceptions: dict[int | None, str] = field(default_factory=dict)  # by rank: its first, where no fault's sign of a consequence
     failed_rank: int | None = None  # whom torchrun's summary names
@@ -54,7 +56,7 @@ class Reading:
         """The cause that stands first; without one the symptom, else the consequence, that the catalogue names first."""
         order = {fault.id: number for number, fault in enumerate(faults())}
 
-        def key(sighting: Sighting) -> tuple[int, int, int]:
+        def key(sighting: Sighting) -> tuple[int, float, int]:
             cause = sighting.fault.says == "cause"
             return SAYS.index(sighting.fault.says), sighting.position if cause else 0, order[sighting.fault.id]
 
@@ -73,6 +75,7 @@ def read(source: str | Path) -> Reading:
         following = next(blocks, "")
         _search(reading, before, block, offset, not following)
         offset += len(block)
+        reading.blank = reading.blank and not block.strip()
         reading.lines += block.count("\n")
         before, block = block[-LONGEST:], following
     return reading
@@ -118,17 +121,18 @@ def _search(reading: Reading, before: str, block: str, offset: int, last: bool) 
         for fixed, pattern in fault.searches:
             if fixed not in text or (pattern.pattern.endswith(r"\Z") and not last):
                 continue
-            for match in pattern.finditer(text):
-                if match.end() <= seen or not _FILTERS.get(fault.id, _any)(match):
-                    continue
-                line = line_at(match.start() if match.group()[0] != "\n" else match.start() + 1)
-                sighting = reading.sightings.get(fault.id)
-                if sighting is None:
-                    number = reading.lines + text.count("\n", seen, max(match.start(), seen)) + 1
-                    shown = line_at(match.end() - 1) if "\n" in match.group().strip() else line
-                    sighting = reading.sightings[fault.id] = Sighting(fault, offset + match.start() - seen, number, _short(shown))
+            matches = (match for match in pattern.finditer(text) if match.end() > seen and _FILTERS.get(fault.id, _any)(match))
+            for number, match in enumerate(matches):
+                position = offset + match.start() - seen
+                sighting = reading.sightings.setdefault(fault.id, Sighting(fault))
+                if position < sighting.position:
+                    sighting.position = position
+                    sighting.line = reading.lines + text.count("\n", seen, match.start()) + 1
+                shown = _short(line_at(match.end() - 1)) if number == 0 else ""
+                if shown and not any(shown in text or text in shown for text in sighting.texts):
+                    sighting.texts.append(shown)
                 sighting.count += 1
-                rank = rank_of(line)
+                rank = rank_of(line_at(match.start()))
                 if rank is not None and len(sighting.ranks) < MOST_RANKS:
                     sighting.ranks.add(rank)
     _note_exceptions(reading, text, seen, line_at)

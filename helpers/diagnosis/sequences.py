@@ -70,10 +70,11 @@ def find(collectives: Sequence[Collective]) -> Mismatch | None:
 
 
 def _swapped(collectives: Sequence[Collective]) -> Mismatch | None:
-    """Two operations that rank a issues in the order L1, L2 and rank b in the order L2, L1, of the same group and kind.
+    """Two operations that rank a issues in the order A, B and rank b in the order B, A: of one group and kind, told apart by the
+    text of their lines, which may stand in two branches.
 
-    Different lines at one place alone are no sign: ranks may take different branches to the same sum. Operations with a root are
-    left out, because there branches whose roles rotate look just so; and lines of the same text may be such branches as well.
+    Different lines at one place alone are no sign: ranks may take different branches to the same sum. Nor is it one where ranks
+    take a part in turn (other ranks agree at the two places), nor an operation with a root, where branches often do so.
     """
     issued: dict[tuple[tuple[int, ...], int], list[Collective]] = defaultdict(list)
     for collective in sorted(collectives, key=lambda c: c.sequence):
@@ -82,20 +83,29 @@ def _swapped(collectives: Sequence[Collective]) -> Mismatch | None:
     found = []
     for group in {group for group, _ in issued}:
         members = [issued[group, rank] for rank in group]
-        if len({tuple(sorted(str(c.source) for c in sequence)) for sequence in members}) > 1:
+        if len({tuple(sorted(map(_line, sequence))) for sequence in members}) > 1:
             continue  # not the same lines equally often: not an order, but other work
-        for place, row in enumerate(zip(*members, strict=True)):
-            first = next(((a, b) for a, b in itertools.combinations(row, 2) if _other_line(a, b)), None)
-            if first is not None:
-                a, b = first
-                later_a = next((c for c in issued[group, a.rank][place:] if c.source == b.source), None)
-                later_b = next((c for c in issued[group, b.rank][place:] if c.source == a.source), None)
-                if later_a is not None and later_b is not None:
-                    found.append(Mismatch("source", {c.rank: c for c in row}, {a.rank: later_a, b.rank: later_b}))
-                break
+        rows = list(zip(*members, strict=True))
+        first = next((place for place, row in enumerate(rows) if len(set(map(_line, row))) > 1), None)
+        if first is None:
+            continue
+        here = rows[first]
+        a, b = next((i, j) for i, j in itertools.combinations(range(len(here)), 2) if _line(here[i]) != _line(here[j]))
+        there = next(row for row in rows[first:] if _line(row[a]) == _line(here[b]))
+        if _split(here) == _split(there):
+            later = next(row[b] for row in rows[first:] if _line(row[b]) == _line(here[a]))
+            found.append(Mismatch("source", {c.rank: c for c in here}, {there[a].rank: there[a], later.rank: later}))
     return min(found, key=lambda mismatch: min(c.start for c in mismatch.rows.values() if c is not None), default=None)
 
 
-def _other_line(a: Collective, b: Collective) -> bool:
-    """Whether the two come from lines with different text."""
-    return (a.source or "").partition(": ")[2] != (b.source or "").partition(": ")[2]
+def _line(collective: Collective) -> str:
+    """The text of the line that issued it; where that is unknown, the line's place."""
+    return (collective.source or "").partition(": ")[2] or str(collective.source)
+
+
+def _split(row: Sequence[Collective]) -> set[frozenset[int]]:
+    """Which ranks are in the same line."""
+    lines = defaultdict(set)
+    for collective in row:
+        lines[_line(collective)].add(collective.rank)
+    return {frozenset(ranks) for ranks in lines.values()}

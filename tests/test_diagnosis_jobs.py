@@ -1,0 +1,335 @@
+"""Real jobs: each fault that a CPU can produce is named, healthy jobs raise no alarm, silent faults are found by their tool."""
+
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import cloudpickle
+import diagnosis_jobs as jobs
+import healthy_jobs
+import pytest
+
+from helpers import LaunchError, diagnose, diagnosis, exercises, launch, machine
+from helpers.launching import verb
+
+for module in (jobs, healthy_jobs, sys.modules[__name__]):
+    cloudpickle.register_pickle_by_value(module)  # as with the functions of a cell
+
+ROOT = Path(__file__).resolve().parents[1]
+FAULTS = {fault.id: fault for fault in diagnosis.faults()}
+LONG, HANG = 60.0, 3.0  # seconds: for jobs that end by themselves; until a job that hangs is ended
+DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+REAL = {  # case -> the fault to be named, the ranks to be blamed (None: not told), the job and how it is launched
+    "port in use": ("port-in-use", (0,), jobs.port_in_use, {"ranks": 1}),
+    "no process group": ("no-process-group", None, jobs.no_process_group, {}),
+    "one rank raises": ("one-rank-raised", (1,), jobs.one_rank_raises, {}),
+    "one rank raises and closes": ("one-rank-raised", (1,), jobs.one_rank_raises_and_closes, {}),
+    "one rank closes and returns": ("peer-gone", (1,), jobs.closes_and_returns, {}),
+    "killed": ("rank-killed", (1,), jobs.killed, {}),
+    "crashes": ("rank-crashed", (1,), jobs.crashes, {}),
+    "exits": ("rank-exited", (1,), jobs.exits, {}),
+    "unused parameter": ("unused-parameter", None, jobs.unused_parameter, {}),
+    "marked ready twice": ("marked-ready-twice", None, jobs.marked_ready_twice, {}),
+    "no gradient path": ("no-gradient-path", None, jobs.no_gradient_path, {}),
+    "uneven batches": ("uneven-batches", (0,), jobs.uneven_batches, {"timeout": HANG}),
+    "uneven batches, told by Join": ("uneven-batches", None, jobs.uneven_batches_told, {}),
+    "models differ": ("models-differ", None, jobs.models_differ, {}),
+    "other operation": ("collective-op", None, jobs.other_op, {"timeout": HANG}),
+    "other operation, DETAIL": ("collective-op", None, jobs.mixed_up, {"args": ("op",), "env": DETAIL}),
+    "other size": ("collective-size", None, jobs.other_size, {}),
+    "other size, DETAIL": ("collective-size", None, jobs.mixed_up, {"args": ("size",), "env": DETAIL}),
+    "other dtype": ("collective-dtype", None, jobs.other_dtype, {}),
+    "other dtype, DETAIL": ("collective-dtype", None, jobs.mixed_up, {"args": ("dtype",), "env": DETAIL}),
+    "other group": ("collective-group", None, jobs.other_group, {"ranks": 3, "timeout": HANG}),
+    "under a condition": ("collective-conditional", (1,), jobs.conditional, {"timeout": HANG}),
+    "after an early return": ("collective-conditional", (1,), jobs.early_return, {"timeout": HANG}),
+    "works alone": ("rank-works-alone", (0,), jobs.works_alone, {"timeout": HANG}),
+    "works alone past a group's timeout": ("collective-timeout", None, jobs.own_timeout, {}),
+    "works alone past a barrier": ("collective-timeout", None, jobs.monitored, {}),
+    "all receive first": ("send-recv-cycle", None, jobs.receive_cycle, {"timeout": HANG}),
+    "swapped order": ("swapped-order", None, jobs.swapped, {}),
+    "new_group with other lists": ("collective-group", None, jobs.group_lists_differ, {"ranks": 3, "timeout": HANG}),
+    "new_group on one rank": ("group-lists-differ", (0,), jobs.group_on_one_rank, {"ranks": 3, "timeout": HANG}),
+    "mesh too large": ("degrees-do-not-multiply", None, jobs.mesh_too_large, {}),
+    "layout too large": ("degrees-do-not-multiply", None, jobs.layout_does_not_fit, {}),
+    "mixed tensors": ("mixed-tensors", None, jobs.mixed_tensors, {}),
+    "more ranks than KV heads": ("heads-not-divisible", None, jobs.too_many_heads_ranks, {"ranks": 4}),
+    "meta tensor": ("meta-tensor", None, jobs.meta_tensor, {"ranks": 1}),
+    "device_map in a job": ("device-map-in-a-job", None, jobs.device_map_in_a_job, {}),
+    "keys missing": ("checkpoint-incomplete", None, jobs.keys_missing, {"ranks": 1}),
+    "out of memory": ("out-of-memory", None, jobs.out_of_memory, {"ranks": 1}),
+    "an error of one's own": (None, (0,), jobs.unknown_error, {"ranks": 1}),
+}
+
+
+@cache
+def outcome(case):
+    """What launch gave: a run or an error, and its diagnosis."""
+    _, _, job, keywords = REAL[case]
+    keywords = {"timeout": LONG, "backend": "gloo", **keywords}
+    try:
+        found = launch(job, *keywords.pop("args", ()), **keywords)
+    except LaunchError as error:
+        found = error
+    return found, diagnose(found)
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_a_real_job_is_named(case):
+    wanted, ranks, *_ = REAL[case]
+    found, named = outcome(case)
+    assert named.fault == wanted, f"{named}\n\n{found}"
+    assert ranks is None or named.ranks == ranks, f"{named}\n\n{found}"
+    if isinstance(found, LaunchError):
+        assert found.diagnosis.fault == wanted
+        assert (named.name in str(found)) == (wanted is not None)
+
+
+def test_the_evidence_is_rank_by_rank_with_the_lines():
+    for case, what in [
+        ("other operation", "op"),
+        ("other group", "group"),
+        ("swapped order", "source"),
+        ("under a condition", "missing"),
+    ]:
+        found, named = outcome(case)
+        difference = diagnosis.mismatch(found)
+        assert difference.what == what
+        assert "rank 0 issued all_reduce (float32" in str(difference)
+        assert "diagnosis_jobs.py, line" in str(difference)
+        assert str(difference) in named.evidence[0]
+
+
+def test_a_hook_whose_callbacks_change_places():
+    """PowerSGD with several buckets: most runs hang or die, and how depends on timing. Never a wrong name."""
+    named = set()
+    for _ in range(3):
+        try:
+            named.add(diagnose(launch(jobs.hook_order, timeout=HANG * 2, backend="gloo")).fault)
+        except LaunchError as error:
+            named.add(error.diagnosis.fault)
+    assert named <= {"hook-order", None}
+    assert "hook-order" in named
+
+
+# -------------------------------------------------------------------------------------------------- other launchers, really run
+
+SPAWNED = """
+import torch.multiprocessing as mp
+def train(rank): print(rank)
+if __name__ == "__main__": mp.spawn(train, nprocs=1)
+"""
+
+
+def test_a_function_that_spawn_cannot_find():
+    done = subprocess.run([sys.executable, "-c", SPAWNED], capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert diagnose(done.stderr).fault == "cell-function-not-found", done.stderr
+
+
+TORCHRUN = """
+import torch.distributed as dist, torch
+dist.init_process_group("gloo")
+table = {0: "a"}
+row = table[dist.get_rank()]
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def test_torchruns_log_is_read_from_its_first_failing_rank(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    found = diagnose(done.stdout + done.stderr)
+    assert (found.fault, found.ranks) == ("one-rank-raised", (1,)), done.stderr
+    assert "KeyError: 1" in found.evidence[0]
+
+
+def test_more_ranks_than_gpus_are_refused_before_the_start():
+    with pytest.raises(ValueError, match="needs one GPU per rank") as info:
+        launch(jobs.swapped, ranks=64, backend="nccl")
+    assert diagnose(str(info.value)).fault == "more-ranks-than-devices"
+
+
+# ---------------------------------------------------------------------------------------------------------------------- healthy
+
+
+@pytest.mark.parametrize(
+    ("job", "ranks"),
+    [(job, 2) for job in healthy_jobs.OF_TWO] + [(job, 4) for job in healthy_jobs.OF_FOUR],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_healthy_job_raises_no_alarm(job, ranks):
+    run = launch(job, ranks=ranks, timeout=LONG, backend="gloo")
+    found = diagnose(run)
+    assert found.healthy, str(found)
+    assert (found.fault, diagnosis.mismatch(run)) == (None, None)
+    assert "all ranks issue the same" in found.ruled_out[0]
+
+
+def test_the_notebooks_own_jobs_raise_no_alarm(monkeypatch):
+    """Every exercise's answer is checked once more; each job that its check launches is diagnosed."""
+    seen = []
+
+    def watched(*arguments, **keywords):
+        run = launch(*arguments, **keywords)
+        seen.append(diagnose(run))
+        return run
+
+    monkeypatch.setattr(verb, "launch", watched)
+    exercises.load.cache_clear()
+    try:
+        for id, _ in exercises.listed():
+            if id[:2] in ("00", "01", "02", "03", "04", "05", "06"):
+                assert exercises.judge(id, exercises.find(id).answer).state == "solved"
+    finally:
+        exercises.load.cache_clear()
+    assert len(seen) >= 8
+    assert [str(found) for found in seen if not found.healthy] == []
+
+
+# -------------------------------------------------------------------------------------------------------- all faults, one table
+
+
+def test_the_confusion_table():
+    """Fault × diagnosis over all real jobs, examples and logs: no wrong name; unknown only what is meant to be."""
+    table = Counter()
+    for case, (wanted, *_) in REAL.items():
+        table[wanted, outcome(case)[1].fault, "job"] += 1
+    for fault in FAULTS.values():
+        if fault.example:
+            table[fault.id, diagnose(fault.example).fault, "log"] += 1
+    for path in (Path(__file__).parent / "data" / "logs").glob("*.log"):
+        wanted = path.stem.partition(".")[0]
+        table[None if wanted == "unknown" else wanted, diagnose(path).fault, "log"] += 1
+    print(f"{'fault':<28}{'named':<28}{'jobs':>5}{'logs':>5}")
+    for wanted, named in sorted({pair[:2] for pair in table}, key=str):
+        print(
+            f"{wanted or 'unknown':<28}{named or 'unknown':<28}{table[wanted, named, 'job']:>5}{table[wanted, named, 'log']:>5}"
+        )
+    assert [pair for pair in table if pair[0] != pair[1]] == []
+    recognised = {wanted for wanted, *_ in table} | {"hook-order", "rank-never-joined"}
+    assert {fault.id for fault in FAULTS.values() if fault.kind == "loud"} - recognised == set()
+    by_other_tools = {fault.id for fault in FAULTS.values() if fault.tool != "diagnose"}
+    assert by_other_tools - recognised - set(BY_TOOL) == set()
+
+
+# ------------------------------------------------------------------------------------------- silent faults, found by their tool
+
+
+def compared(job, *arguments):
+    """The faults that equivalence.compare names."""
+    from helpers import equivalence
+
+    return [finding.fault for finding in equivalence.compare(job, *arguments).findings]
+
+
+def same_order():
+    from test_equivalence import epochs
+
+    return "the same order in every epoch" in compared(epochs, False, True)
+
+
+def no_sync_around_backward():
+    from test_equivalence import job
+
+    return "gradients were exchanged 3 times in one step" in compared(job, "no_sync around backward")
+
+
+def same_augmentation():
+    from test_equivalence import augmented
+
+    return "the same random augmentation on every rank" in compared(augmented, False)
+
+
+def samples_missed():
+    from test_equivalence import job
+
+    return "samples are missed or repeated" in compared(job, "dropped tail")
+
+
+def not_synchronised():
+    from test_equivalence import job
+
+    return "gradients differ between ranks" in compared(job, "not synchronised")
+
+
+def mean_of_means():
+    from test_equivalence import job
+
+    return "a mean of means over unequal counts" in compared(job, "mean of means")
+
+
+def gradient_factor():
+    from test_equivalence import job
+
+    return "gradients are off by the factor W = 2" in compared(job, "summed")
+
+
+def ties_lost():
+    return any("differ" in fault for fault in compared(jobs.ties_lost))
+
+
+def plan_misses_a_module():
+    from helpers import models, shard_plan
+
+    config = models.config("tiny-ernie")
+    plan = {key: style for key, style in shard_plan.published_plan(config).items() if not key.endswith(("k_proj", "v_proj"))}
+    return bool(shard_plan.check(config, plan, 2))
+
+
+def mesh_axes_swapped():
+    from helpers import grouping
+
+    wrong, right = (grouping.layout(4, tp=2, ranks_per_node=2, order=order) for order in (("pp", "tp", "dp"), ("pp", "dp", "tp")))
+    return bool(wrong.crossing("tp")) and not right.crossing("tp")
+
+
+def output_missing():
+    run = launch(jobs.prints, timeout=LONG)
+    return [run.output(rank).split() for rank in range(2)] == [["said", "0"], ["said", "1"]]
+
+
+def threads_oversubscribed():
+    threads = sum(launch(jobs.all_threads, timeout=LONG).results)
+    kept = sum(launch(jobs.threads, timeout=LONG).results)
+    return threads > machine.cores() and kept <= max(machine.cores(), 2)
+
+
+def dtype_surprise():
+    from helpers import models, predict
+
+    model, _ = models.load("tiny-ernie")  # meant in BF16, and loaded in FP32
+    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    meant = predict.memory(models.config("tiny-ernie"), predict.Workload(1, 8, training=False, precision="bf16"))
+    return held == 2 * meant.parameters
+
+
+def peak_without_reset():
+    after_training, anew = launch(jobs.peaks, ranks=1, timeout=LONG).results[0]
+    return after_training > 1.5 * anew
+
+
+BY_TOOL = {
+    "same-order-each-epoch": same_order,
+    "no-sync-around-backward": no_sync_around_backward,
+    "same-augmentation": same_augmentation,
+    "samples-missed": samples_missed,
+    "not-synchronised": not_synchronised,
+    "mean-of-means": mean_of_means,
+    "gradient-factor": gradient_factor,
+    "ties-lost": ties_lost,
+    "plan-misses-a-module": plan_misses_a_module,
+    "mesh-axes-swapped": mesh_axes_swapped,
+    "output-missing": output_missing,
+    "threads-oversubscribed": threads_oversubscribed,
+    "dtype-surprise": dtype_surprise,
+    "peak-without-reset": peak_without_reset,
+}
+
+
+@pytest.mark.parametrize("id", BY_TOOL)
+def test_a_silent_fault_is_found_by_its_tool(id):
+    assert BY_TOOL[id]()
