@@ -32,7 +32,7 @@ from nbformat import NotebookNode
 from nbval.plugin import get_sanitize_patterns
 from notebook_files import SANITIZE_RULES, execution_environment, named_or_all, read, shown, text_of, write
 
-CELL_SECONDS = 180
+CELL_SECONDS = 300  # a start of vLLM takes half a minute on cores to itself, and more beside other work
 KEPT_NOTEBOOK_METADATA = ("kernelspec", "language_info")
 DROPPED_CELL_METADATA = ("execution", "ExecuteTime", "collapsed", "scrolled", "trusted", "outputId")
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
