@@ -9,11 +9,11 @@ SET_UP = @$(PYTHON) tools/set_up.py --venv "$(VENV)"
 ON_CPU = WORKSHOP_DEVICE=cpu WORKSHOP_MODEL=tiny-ernie HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test notebooks book bench check doctor gpu-check vllm offline fresh clean set-up
+.PHONY: help lab test notebooks book bench predict-report check doctor diagnose gpu-check vllm offline fresh clean set-up
 
 help: ## list these commands
 	@echo "make <command>:"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F '|' '{ printf "%-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F '|' '{ printf "%-15s %s\n", $$1, $$2 }'
 	@echo "Variables: PYTHON=python3.12 (the Python to build on), PORT=9000, VENV=folder, WORKSHOP_DEVICE=cpu"
 
 lab: set-up ## set everything up and open the workshop in JupyterLab (127.0.0.1, PORT=8888)
@@ -34,11 +34,17 @@ bench: ## measure this machine: launch latency side by side with other launchers
 	$(SET_UP) dev bench
 	@$(RUN) -m tests.benchmarks
 
+predict-report: set-up ## compare the cost model with published measurements, row by row
+	@$(RUN) tools/predict_report.py
+
 check: set-up ## check format, lint, types, and the size of the package
 	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m mypy && $(RUN) tools/count_lines.py
 
 doctor: set-up ## look for what spoils workshops: state, meaning and mend, one line each
 	@$(RUN) -m helpers.preflight
+
+diagnose: set-up ## name the fault that a log shows (LOG=file; torchrun, accelerate, vLLM, NCCL, gloo)
+	@$(RUN) -m helpers.diagnosis "$(LOG)"
 
 gpu-check: set-up ## on an NVIDIA GPU: run its tests, and record measurements for those without (without one it says so)
 	@$(RUN) tools/gpu_check.py

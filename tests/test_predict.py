@@ -1,4 +1,4 @@
-"""Predictions against what is recorded: bytes on a wire, bytes that autograd saves, real models, published peaks."""
+"""Predictions against what is recorded: bytes on a wire, bytes that autograd saves, real models."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ from helpers.predict import Layout, Workload, architecture, memory, step_traffic
 from helpers.predict.activations import layer_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-import memory_report
+import published
 
 TINY = transformers.Ernie4_5Config(
     hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=32, intermediate_size=768,
@@ -32,7 +32,7 @@ TINY = transformers.Ernie4_5Config(
 )  # fmt: skip
 SMALL = transformers.Ernie4_5Config()  # the shape of ERNIE-4.5-0.3B
 PARAMETERS = 3_279_104
-SHAPES = yaml.safe_load((memory_report.DATA / "model_configs.yaml").read_text(encoding="utf-8"))
+SHAPES = yaml.safe_load((published.DATA / "model_configs.yaml").read_text(encoding="utf-8"))
 
 
 # --- traffic ---------------------------------------------------------------------------------------------------------------
@@ -558,32 +558,3 @@ def test_layouts_that_cannot_be_are_refused():
 def test_more_tensor_parallel_ranks_than_kv_heads_keep_one_head_each():
     assert predict.kv_bytes_per_token(TINY, precision="fp32") == 2 * 4 * 2 * 32 * 4
     assert predict.kv_bytes_per_token(TINY, precision="fp32", tp=8) == 2 * 4 * 1 * 32 * 4
-
-
-# --- published measurements --------------------------------------------------------------------------------------------------
-
-
-def test_published_memory():
-    found = list(memory_report.lines())
-    assert {line.id for line in found} == {row["id"] for row in memory_report.published_rows()}
-    scores = memory_report.scores(found)
-    assert scores["training peak"][0] == 19
-    assert scores["training peak"][1] <= 0.12
-    assert scores["weights"][2] <= 0.02
-    assert scores["KV cache"][2] <= 0.02
-    for line in found:
-        assert line.error is None or not line.group or abs(line.error) <= 0.25 or line.reason, f"{line.id}: a miss without reason"
-
-
-def test_published_peaks_known_to_be_allocated_alone():
-    """Without the group whose tool is not stated, and to which a CUDA context was added."""
-    errors = sorted(
-        abs(line.error) for line in memory_report.lines() if line.metric == "peak_gpu_memory" and line.id.startswith("USP")
-    )
-    assert errors[len(errors) // 2] <= 0.12
-
-
-def test_report_prints_every_row(capsys):
-    memory_report.main()
-    printed = capsys.readouterr().out
-    assert all(row["id"] in printed for row in memory_report.published_rows())

@@ -89,6 +89,7 @@ FLOORS = [
     {"predict"},
     {
         "batching",
+        "calibration",
         "data_parallel",
         "inference_server",
         "load_generator",

@@ -4,8 +4,8 @@ Sources
 * operations: 2 a weight and token forward, twice that backward (Kaplan et al., "Scaling Laws for Neural Language Models", 2020);
   attention 4·s·width a token, a causal mask halves it in one-kernel attention, whose backward pass is 2.5 times the forward one
   (Dao, "FlashAttention-2", 2023); eager attention computes all scores.
-* a matrix product on a GPU runs in waves of 256 × 128 tiles over its multiprocessors; the last wave is rarely full (NVIDIA, "Matrix
-  Multiplication Background User's Guide", 2023).
+* a matrix product on a GPU runs in waves of 256 × 128 tiles over its multiprocessors; the last wave is rarely full (NVIDIA,
+  "Matrix Multiplication Background User's Guide", 2023).
 * between products: what `memory` says is saved was written and read once; backward reads it, writes and reads its gradient.
 * a measured machine (`Machines.rates`): everything in a layer at the rate measured for layers of that size.
 
@@ -15,6 +15,7 @@ limits; experts count as evenly loaded.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +25,7 @@ from helpers.predict.architecture import Architecture, Parameter
 from helpers.predict.machines import Machines
 from helpers.predict.rank import Rank
 
-__all__ = ["Passes", "head_seconds", "layer_flops", "layer_seconds", "rate_of"]
+__all__ = ["Passes", "head_flops", "head_seconds", "layer_flops", "layer_seconds", "rate_of"]
 
 _TILE = (256, 128)
 _FORWARD, _BACKWARD = 2, 3  # times that what is saved passes through memory
@@ -57,12 +58,18 @@ def layer_flops(rank: Rank, layer: int) -> float:
     return products + _attention_flops(rank)
 
 
-def rate_of(machines: Machines, flops: float) -> float:
-    """FLOP/s measured for a layer of so many operations: between two measured sizes on a line in the logarithm of size."""
-    found = sorted(machines.rates)
-    if flops <= found[0][0] or len(found) == 1:
+def head_flops(rank: Rank) -> float:
+    """Operations of the output matrix over a micro-batch on one rank."""
+    return 2 * rank.tokens * rank.vocabulary * rank.shape.hidden
+
+
+def rate_of(machines: Machines, part: str, flops: float) -> float:
+    """FLOP/s measured for a part of so many operations: between two measured sizes on a line in the logarithm of size."""
+    found = sorted((size, rate) for name, size, rate in machines.rates if name == part)
+    found = found or sorted((size, rate) for _, size, rate in machines.rates)
+    if flops <= found[0][0]:
         return found[0][1]
-    for (low, slow), (high, fast) in zip(found, found[1:], strict=False):
+    for (low, slow), (high, fast) in itertools.pairwise(found):
         if flops <= high:
             return slow + (fast - slow) * math.log(flops / low) / math.log(high / low)
     return found[-1][1]
@@ -75,13 +82,13 @@ def layer_seconds(rank: Rank, layer: int, machines: Machines) -> Passes:
     eager = rank.workload.attention == "eager"
     if machines.rates:
         flops = layer_flops(rank, layer)
-        forward = flops / rate_of(machines, flops)
+        forward = flops / rate_of(machines, "shard" if rank.layout.tp > 1 else "layer", flops)
         return Passes(forward, forward * (checkpointing == "full"), 2 * forward)
     products = [*_products(rank.shape, rank.shape.is_sparse(layer), rank.layout.tp)]
     forward = sum(_product(tokens, n, k, machines) * times for n, k, times in products)
     backward = sum((_product(tokens, k, n, machines) + _product(n, k, tokens, machines)) * times for n, k, times in products)
-    attention = core / (machines.matmul_flops if eager else machines.attention_flops)  # type: ignore[operator]
-    streamed = tokens * saved_by_layer(rank, layer) / machines.memory_bandwidth  # type: ignore[operator]
+    attention = core / (machines.matmul_flops if eager else machines.attention_flops)
+    streamed = tokens * saved_by_layer(rank, layer) / machines.memory_bandwidth
     once = forward + attention + _FORWARD * streamed
     if checkpointing == "full":
         again = once
@@ -96,12 +103,13 @@ def head_seconds(rank: Rank, machines: Machines) -> Passes:
     """Seconds of the output matrix, logits and loss on the last stage."""
     if not rank.last:
         return Passes()
-    width, hidden, tokens = rank.vocabulary, rank.shape.hidden, rank.tokens
     if machines.rates:
-        flops = 2 * tokens * width * hidden
-        return Passes(flops / rate_of(machines, flops), 0.0, 2 * flops / rate_of(machines, flops))
+        flops = head_flops(rank)
+        rate = rate_of(machines, "head", flops)
+        return Passes(flops / rate, 0.0, 2 * flops / rate)
+    width, hidden, tokens = rank.vocabulary, rank.shape.hidden, rank.tokens
     backward = _product(tokens, hidden, width, machines) + _product(width, hidden, tokens, machines)
-    streamed = (end_bytes(rank) + tokens * width * rank.width.compute) / machines.memory_bandwidth  # type: ignore[operator]
+    streamed = (end_bytes(rank) + tokens * width * rank.width.compute) / machines.memory_bandwidth
     return Passes(_product(tokens, width, hidden, machines) + _FORWARD * streamed, 0.0, backward + _BACKWARD * streamed)
 
 
@@ -134,9 +142,7 @@ def _shape(shape: Architecture, each: Parameter, tp: int) -> tuple[float, float,
 
 def _product(rows: float, columns: float, depth: float, machines: Machines) -> float:
     """Seconds of one matrix product of rows × depth by depth × columns."""
-    rate = machines.matmul_flops
-    assert rate
-    seconds = 2 * rows * columns * depth / rate
+    seconds = 2 * rows * columns * depth / machines.matmul_flops
     cores = machines.gpu.multiprocessors
     if not cores:
         return seconds

@@ -39,6 +39,7 @@ class Implementation:
     spare_buffers: micro-batches that a pipeline stage has room for beyond those in flight.
     standing_gradients: gradient buffers exist from the start, not from the first backward pass on.
     overlaps: gradients are summed over data-parallel ranks beside the backward pass, layers are gathered ahead.
+    splits_messages: tensor-parallel ranks each send a part of what a pipeline stage hands on; the next stage gathers it.
     stages_by_cost: pipeline stages are cut so that multiplications are even, the output matrix counted.
     """
 
@@ -54,6 +55,7 @@ class Implementation:
     spare_buffers: int = 0
     standing_gradients: bool = False
     overlaps: bool = False
+    splits_messages: bool = False
     stages_by_cost: bool = False
 
 

@@ -22,69 +22,60 @@ from helpers.predict.links import Link
 __all__ = ["Machines", "collective_time", "machines"]
 
 # Share of the data sheet's rate that is reached where nothing is measured: matmul H100 794 / 989, attention H100 346 / 794,
-# streaming A100 1,400 / 2,039 (gpt-fast), bus H200 368 / 450, host link 55 / 63
-_SHARES = {"matmul": 0.80, "attention": 0.44, "memory": 0.69, "bus": 0.82, "host": 0.87}
+# streaming GH200 3,315 / 4,000 (BabelStream's triad, UoB-HPC/BabelStream issue 194), bus H200 368 / 450, host link 55 / 63
+_SHARES = {"matmul": 0.80, "attention": 0.44, "memory": 0.83, "bus": 0.82, "host": 0.87}
 _MICRO = 1e-6
 
 
 @dataclass(frozen=True)
 class Machines:
-    """`gpus` devices in hosts of `per_node`. Rates are those reached, per device; None is derived from `gpu`. Units: s, B, B/s, FLOP/s.
+    """`gpus` devices in hosts of `per_node`. Rates are those reached, per device, in B/s or FLOP/s; 0 is derived from `gpu`.
 
     matmul_flops: of large 16-bit matrix products; attention_flops: of one-kernel attention.
-    memory_bandwidth: of kernels that stream, such as an optimiser step or the weights while decoding.
+    memory_bandwidth: of kernels that stream, such as an optimiser step.
     bus_bandwidth: of a collective inside a host; inter_bandwidth: of one device's share of the network, per direction.
     host_bandwidth: from host memory to a device. memory_bytes: of a device.
-    kernel_seconds: to start a kernel, where that isn't hidden; collective_seconds: to issue a collective.
-    efficiency: share of those rates that a training code keeps up.
+    kernel_seconds: that a small kernel takes beside its bytes while decoding (gpt-fast README, Llama 2 7B on one A100).
+    collective_seconds: to issue a collective.
+    efficiency: share of those rates that a training code keeps up (the middle one of four codes, tools/predict_report.py).
     overlaps: whether collectives run beside computing.
-    rates: measured (FLOPs of one layer's forward pass, FLOP/s); they count for everything in a layer and replace matmul_flops.
+    rates: measured (part, FLOPs of its forward pass, FLOP/s); part is "layer", "shard" (of a layer under tensor parallelism) or
+        "head"; they count for everything in it, forward and backward, and replace matmul_flops.
     links: measured (operation, ranks, Link); they replace bandwidths.
     """
 
     gpu: Hardware
     gpus: int
     per_node: int = 8
-    matmul_flops: float | None = None
-    attention_flops: float | None = None
-    memory_bandwidth: float | None = None
-    bus_bandwidth: float | None = None
-    inter_bandwidth: float | None = None
-    host_bandwidth: float | None = None
-    memory_bytes: int | None = None
-    kernel_seconds: float = 0.0
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    memory_bandwidth: float = 0.0
+    bus_bandwidth: float = 0.0
+    inter_bandwidth: float = 0.0
+    host_bandwidth: float = 0.0
+    memory_bytes: int = 0
+    kernel_seconds: float = 5.3e-6
     collective_seconds: float = 0.0
-    efficiency: float = 0.7
+    efficiency: float = 0.74
     overlaps: bool = True
-    rates: tuple[tuple[float, float], ...] = ()
+    rates: tuple[tuple[str, float, float], ...] = ()
     links: tuple[tuple[str, int, Link], ...] = ()
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.per_node < 1:
             raise ValueError(f"{self.gpus} GPUs in hosts of {self.per_node}: at least one of each")
         for name, value in _derived(self.gpu).items():
-            if getattr(self, name) is None:
+            if not getattr(self, name):
                 object.__setattr__(self, name, value)
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, (int, float)) and value < 0 or (each.name in _POSITIVE and not value):
+            if isinstance(value, (int, float)) and (value < 0 or (each.name == "efficiency" and not value)):
                 raise ValueError(f"{each.name} is {value}: it must be above 0")
 
     @property
     def nodes(self) -> int:
         """Hosts that the devices fill."""
         return math.ceil(self.gpus / self.per_node)
-
-
-_POSITIVE = (
-    "matmul_flops",
-    "memory_bandwidth",
-    "bus_bandwidth",
-    "inter_bandwidth",
-    "host_bandwidth",
-    "memory_bytes",
-    "efficiency",
-)
 
 
 def _derived(found: Hardware) -> dict[str, float]:
@@ -94,7 +85,7 @@ def _derived(found: Hardware) -> dict[str, float]:
     return {
         "matmul_flops": matmul,
         "attention_flops": found.attention_bf16_tflops * 1e12 if found.attention_bf16_tflops else _SHARES["attention"] * matmul,
-        "memory_bandwidth": (found.weight_streaming_gb_per_s or _SHARES["memory"] * found.memory_bandwidth_gb_per_s) * 1e9,
+        "memory_bandwidth": _SHARES["memory"] * found.memory_bandwidth_gb_per_s * 1e9,
         "bus_bandwidth": bus * 1e9,
         "inter_bandwidth": (found.nic_gb_per_s or found.pcie_gb_per_s) * 1e9,
         "host_bandwidth": (found.host_to_device_gb_per_s or _SHARES["host"] * found.pcie_gb_per_s) * 1e9,

@@ -11,7 +11,7 @@ Sources of the formulas
 * serving: the widest moment of a forward pass without gradients, or the sampler's FP32 copy, probabilities and random numbers.
 
 Range: dense and mixture-of-experts decoders that `architecture` understands. One step of a small model on the CPU: peak within
-4 %, categories to the byte. Against 19 published training peaks (tools/memory_report.py) the median error is 4 %, against 48
+4 %, categories to the byte. Against 19 published training peaks (tools/predict_report.py) the median error is 4 %, against 48
 more rows of the same two sources 7 %; worst 23 %, one row aside that contradicts its source (pipelines with tensor parallelism
 come out low). Known misses: what an allocator reserves beyond what is allocated, CUDA context and NCCL buffers, workspaces of
 matrix products, temporaries of an optimiser step, attention windows, scales of 8-bit weights.

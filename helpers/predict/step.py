@@ -70,8 +70,11 @@ def _layers(rank: Rank, tokens: float, passes: int, when: str) -> list[Exchange]
         add("tp", "all_gather", passes * rank.last * (not workload.training), workload.batch * shape.vocabulary * compute)
     blocks = 2 * tokens * shape.key * compute / layout.tp  # keys and values, backward their gradients too, go round a ring
     add("cp", "send", depth * (layout.cp - 1), blocks * (1 + back))
-    add("pp", "recv", passes * (not (rank.last if back else rank.first)), hidden * rank.unsplit)
-    add("pp", "send", passes * (not (rank.first if back else rank.last)), hidden * rank.unsplit)
+    part = 1 / layout.tp if code.splits_messages else rank.unsplit
+    received = passes * (not (rank.last if back else rank.first))
+    add("pp", "recv", received, hidden * part)
+    add("pp", "send", passes * (not (rank.first if back else rank.last)), hidden * part)
+    add("tp", "all_gather", received * (code.splits_messages and not split), hidden)
     return found
 
 

@@ -3,8 +3,8 @@
 Formulas
 * a stage's micro-batch: helpers/predict/computing.py, divided by `efficiency`, and its tensor- and context-parallel collectives
   (`step_traffic`, `collective_time`), which are waited for.
-* a pipeline of stages that take t₁ … t_p for a micro-batch: m × the slowest + what the others take once: (m + p − 1)·t where all are
-  alike (Narayanan et al., SC 2021); each micro-batch's hidden state goes on and its gradient comes back.
+* a pipeline of stages that take t₁ … t_p for a micro-batch: m × the slowest + what the others take once: (m + p − 1)·t where
+  all are alike (Narayanan et al., SC 2021); a stage waits for each micro-batch's hidden state and for its gradient.
 * gradients over data-parallel ranks after the last micro-batch: waited for, or beside the backward pass where the code overlaps
   them: then what exceeds it stays, and the last bucket (Li et al., "PyTorch Distributed", VLDB 2020); ZeRO 3: beside forward and
   backward passes, all but one layer's (Zhao et al., "PyTorch FSDP", VLDB 2023).
@@ -12,14 +12,15 @@ Formulas
 * decoding: weights and key-value cache of each stage pass once through memory, or its operations take longer, and two
   all-reduces a layer (Pope et al., "Efficiently Scaling Transformer Inference", MLSys 2023).
 
-Range and errors: `make predict-report` compares with published measurements. Known misses: interleaved pipeline stages, overlapped
-pipeline messages, allocator retries near full memory, stragglers, loading of data, and what machines.py and computing.py miss.
+Range and errors: `make predict-report` compares with published measurements. Known misses: interleaved pipeline stages,
+overlapped pipeline messages, allocator retries near full memory, stragglers, loading of data, and what machines.py and
+computing.py miss.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from helpers.predict.architecture import architecture
@@ -32,7 +33,7 @@ from helpers.predict.step import Exchange, step_traffic
 
 __all__ = ["StepTime", "decode_latency", "step_time", "time_to_first_token", "tokens_per_second"]
 
-_KERNELS = {True: 10, False: 40}  # a layer starts in a forward pass: fused or compiled code; Python expressions
+KERNELS = {True: 10, False: 40}  # a layer starts in a forward pass: fused or compiled code; Python expressions
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,6 @@ def step_time(
         found.append((rank, computing, moved, waits, alike))
     rank, computing, moved, waits, _ = max(found, key=lambda each: _one(each[1], each[3]))
     others = sum(_one(each[1], each[3]) * each[4] for each in found) - _one(computing, waits)
-    message = max(each[3]["pp"] for each in found)
-    exchange = message * (passes + layout.pp - 1) if layout.pp > 1 else 0.0
     held, moved = max(((each[0], each[2]) for each in found), key=lambda each: sum(each[0].elements(each[0].held)))
     return StepTime(
         compute=(computing.forward + computing.backward) * passes,
@@ -117,10 +116,10 @@ def step_time(
         tensor_parallel=waits["tp"] * passes,
         context_parallel=waits["cp"] * passes,
         pipeline_bubble=others,
-        pipeline_exchange=exchange,
+        pipeline_exchange=waits["pp"] * passes,
         data_parallel=_exposed(held, moved, computing, machines),
-        update=_update_bytes(held) / machines.memory_bandwidth,  # type: ignore[operator]
-        offload=offloaded / machines.host_bandwidth,  # type: ignore[operator]
+        update=_update_bytes(held) / machines.memory_bandwidth,
+        offload=offloaded / machines.host_bandwidth,
         tokens=workload.batch * workload.sequence * passes * layout.dp,
         gpus=layout.ranks,
     )
@@ -149,9 +148,7 @@ def time_to_first_token(config: Any, workload: Workload, layout: Layout, machine
 
 def _answer(config: Any, workload: Workload, layout: Layout, machines: Machines, tokens: int, offloaded: float) -> float:
     """One pass of `tokens` tokens through all stages."""
-    from dataclasses import replace
-
-    shape, total = architecture(config), offloaded / machines.host_bandwidth  # type: ignore[operator]
+    shape, total = architecture(config), float(offloaded / machines.host_bandwidth)
     asked = replace(workload, training=False, new_tokens=2, batched_tokens=None, micro_batches=1)
     context = workload.sequence + workload.new_tokens / 2
     when = "decode" if tokens == workload.batch else "prefill"
@@ -166,8 +163,8 @@ def _answer(config: Any, workload: Workload, layout: Layout, machines: Machines,
             weights += shape.vocabulary * shape.hidden * max(rank.width.weight, 2) / (shape.vocabulary / rank.vocabulary)
         cache = share * kv_bytes_per_token(shape, precision=workload.precision, tp=layout.tp) * workload.batch * context
         flops = 2 * tokens * sum(sizes)
-        started = len(rank.layers) * _KERNELS[rank.code.fused] * machines.kernel_seconds
-        total += max((weights + cache) / machines.memory_bandwidth, flops / machines.matmul_flops) + started  # type: ignore[operator]
+        started = len(rank.layers) * KERNELS[rank.code.fused] * machines.kernel_seconds
+        total += max((weights + cache) / machines.memory_bandwidth, flops / machines.matmul_flops) + started
         moved = [each for each in step_traffic(shape, asked, layout, stage=stage) if each.when == when]
         total += sum(_seconds(each, layout, machines) for each in moved if each.op != "recv")
     return total
@@ -194,12 +191,12 @@ def _stage_seconds(rank: Rank, machines: Machines) -> Passes:
         total += layer_seconds(rank, layer, machines) * count
     if rank.workload.micro_batches > 1:
         added = sum(rank.elements(rank.held)) * (2 * rank.width.gradient + rank.width.compute)
-        total += Passes(backward=added / machines.memory_bandwidth)  # type: ignore[operator]
+        total += Passes(backward=added / machines.memory_bandwidth)
     return total
 
 
 def _one(computing: Passes, waits: dict[str, float]) -> float:
-    return computing.total + waits["tp"] + waits["cp"]
+    return computing.total + sum(waits.values())
 
 
 def _stride(axis: str, layout: Layout) -> int:

@@ -1,17 +1,14 @@
-"""Print memory predictions beside published measurements: `python tools/memory_report.py`.
+"""Rows of tests/data/published.csv: the workload and layout that each describes, and what `predict` says of those about memory.
 
-Every row of kind memory or kvcache in tests/data/published.csv is listed: predicted, published, error, and the reason where
-the error exceeds 25 %. Scored are peaks of allocated memory in training, weights, and key-value caches (from predicted
-weights and the row's published activation and non-torch memory). What measures something else (memory reserved, the whole
-device, a placement, overheads of libraries) stands apart and is not scored.
+Scored are peaks of allocated memory in training, weights, and key-value caches (from predicted weights and the row's published
+activation and non-torch memory). What measures something else (memory reserved, the whole device, a placement, overheads of
+libraries) stands apart and is not scored.
 """
 
 from __future__ import annotations
 
 import csv
 import re
-import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,13 +17,12 @@ from typing import Any
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from helpers.predict import Layout, Memory, Workload, kv_bytes_per_token, memory
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 GIB, GB, MIB = 2**30, 10**9, 2**20
 CUDA_CONTEXT = {"BL": 1573 * MIB, "HP": 1343 * MIB}  # as those sources state it: their readings are of the device
-IMPLEMENTATION = {"USP": "nanotron", "BL": "megatron-deepspeed", "TT": "torchtitan", "VL": "vllm", "VK": "vllm"}
+IMPLEMENTATION = {"USP": "nanotron", "BL": "megatron-deepspeed", "KO": "megatron", "TT": "torchtitan", "VL": "vllm", "VK": "vllm"}
 REASONS = {
     "USP-0023b": "contradicts its source: the same micro-batch of 16 on TP=8 is listed there with 38.3 GB on one node, and "
     "replicas under ZeRO-0 add nothing",
@@ -41,9 +37,6 @@ APART = {
     "gpu1": "a placement by accelerate over two cards and the host",
     "cpu_offload": "a placement by accelerate over two cards and the host",
 }
-NOTE = """
-BL rows do not name their tool; the same notes read nvidia-smi, so the CUDA context that they state (1573 MiB) is added to the
-prediction. GB is 10^9 bytes in BL rows and 2^30 in USP rows, whose source labels GiB as GB."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +44,7 @@ class Line:
     """One row: predicted and published in the row's own unit; `group` names what it is scored with, "" where it is not."""
 
     id: str
+    kind: str
     metric: str
     group: str
     predicted: float | None
@@ -63,15 +57,26 @@ class Line:
         return None if self.predicted is None or not self.published else self.predicted / self.published - 1
 
 
-def published_rows() -> list[dict[str, str]]:
-    """Return all rows of the published table that are about memory."""
+@lru_cache(maxsize=1)
+def rows() -> list[dict[str, str]]:
+    """Return all rows of the published table."""
     with (DATA / "published.csv").open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if row["kind"] in ("memory", "kvcache")]
+        return list(csv.DictReader(file))
+
+
+def value(id: str) -> float:
+    """Return what the row of that id publishes."""
+    return next(float(row["value"]) for row in rows() if row["id"] == id)
+
+
+def line(row: dict[str, str], group: str, predicted: float | None, reason: str) -> Line:
+    """Return a row with its prediction."""
+    return Line(row["id"], row["kind"], row["metric"], group, predicted, float(row["value"]), row["unit"], reason)
 
 
 def model_config(row: dict[str, str]) -> dict[str, Any] | None:
     """Return the shape of a row's model, or None for one that is no causal language model."""
-    return _configs().get(row["model"].split(" (L")[0].strip())
+    return _configs().get(row["model"].split(" (L")[0].strip()) or _configs().get(row["model"].split(" h")[0])
 
 
 @lru_cache(maxsize=1)
@@ -96,9 +101,9 @@ def workload_of(row: dict[str, str]) -> Workload:
             _option(row, "max_num_seqs", 1024 if newer else 256), sequence, training=False, precision=precision,
             batched_tokens=max(tokens, 2048), implementation=code,
         )  # fmt: skip
-    precision = {"nanotron": "mixed_fp32_gradients", "megatron-deepspeed": "mixed", "torchtitan": "fsdp_mixed"}[code]
-    checkpointing = row["checkpointing"] if row["checkpointing"] in ("full", "selective") else "none"
-    attention = "eager" if code == "megatron-deepspeed" else "sdpa"  # FlashAttention came later
+    precision = {"nanotron": "mixed_fp32_gradients", "torchtitan": "fsdp_mixed"}.get(code, "mixed")
+    checkpointing = next((kind for kind in ("full", "selective") if row["checkpointing"].startswith(kind)), "none")
+    attention = "eager" if code.startswith("megatron") else "sdpa"  # FlashAttention came later
     return Workload(
         int(row["micro_batch"]), sequence, micro_batches=int(row["grad_accum"]), precision=precision, attention=attention,
         checkpointing=checkpointing, implementation=code,
@@ -109,7 +114,8 @@ def layout_of(row: dict[str, str]) -> Layout:
     """Return the layout that a row describes."""
     zero = 3 if "FSDP" in row["zero_stage"] else int(row["zero_stage"] or 0)
     sizes = {axis: int(row[axis] or 1) for axis in ("dp", "tp", "pp", "cp")}
-    sequence = ("sequence-parallel" in row["other"] and sizes["tp"] > 1) or "TT" in row["id"]
+    stated = "sequence-parallel" in row["other"] or "sequence parallel" in row["checkpointing"]
+    sequence = (stated and sizes["tp"] > 1) or "TT" in row["id"]
     return Layout(**sizes, zero=zero, sequence_parallel=sequence)
 
 
@@ -130,17 +136,17 @@ def _cache(
     ], row["unit"]
 
 
-def lines() -> Iterator[Line]:
-    """Yield every row with its prediction."""
-    rows = {row["id"]: row for row in published_rows()}
-    for row in rows.values():
-        metric, published, config, prefix = row["metric"], float(row["value"]), model_config(row), row["id"].split("-")[0]
+def memory_lines() -> Iterator[Line]:
+    """Yield every row about memory with its prediction."""
+    found_rows = {row["id"]: row for row in rows() if row["kind"] in ("memory", "kvcache")}
+    for row in found_rows.values():
+        metric, config, prefix = row["metric"], model_config(row), row["id"].split("-")[0]
         group, predicted, reason = "", None, APART.get(metric, "")
         if config is None:
-            yield Line(row["id"], metric, "", None, published, row["unit"], f"{reason}; an encoder, no causal language model")
+            yield line(row, "", None, f"{reason}; an encoder, no causal language model")
             continue
         if prefix == "AC":
-            yield Line(row["id"], metric, "", None, published, row["unit"], reason)
+            yield line(row, "", None, reason)
             continue
         found = memory(config, workload_of(row), layout_of(row))
         weights = found.parameters + 2 * config.get("extra_parameters", 0) / int(row["tp"] or 1)
@@ -157,40 +163,9 @@ def lines() -> Iterator[Line]:
                 (max(found.activations, found.logits + found.loss + _hidden(row, config))) / GIB,
             )
         elif row["kind"] == "kvcache":
-            group, (predicted, _) = "KV cache", _cache(row, rows, found, weights, config)
-        yield Line(row["id"], metric, group, predicted, published, row["unit"], REASONS.get(row["id"], reason))
+            group, (predicted, _) = "KV cache", _cache(row, found_rows, found, weights, config)
+        yield line(row, group, predicted, REASONS.get(row["id"], reason))
 
 
 def _hidden(row: dict[str, str], config: dict[str, Any]) -> float:
     return 2 * 2 * (workload_of(row).batched_tokens or 0) * (config.get("hidden_size") or config["n_embd"])
-
-
-def scores(found: list[Line]) -> dict[str, tuple[int, float, float]]:
-    """Return for each scored group: rows, median absolute error, largest absolute error."""
-    groups: dict[str, list[float]] = {}
-    for line in found:
-        if line.group and line.error is not None:
-            groups.setdefault(line.group, []).append(abs(line.error))
-    return {name: (len(errors), statistics.median(errors), max(errors)) for name, errors in groups.items()}
-
-
-def main() -> None:
-    found = list(lines())
-    for heading, chosen in (("Scored", True), ("Measures something else: not scored", False)):
-        print(f"\n{heading}\n{'row':<11}{'metric':<26}{'predicted':>13}{'published':>13} {'unit':<8}{'error':>8}  reason")
-        for line in found:
-            if bool(line.group) is not chosen:
-                continue
-            predicted = "" if line.predicted is None else f"{line.predicted:,.2f}"
-            error = "" if line.error is None else f"{line.error:+.1%}"
-            reason = line.reason if not chosen or (line.error is not None and abs(line.error) > 0.25) else ""
-            numbers = f"{predicted:>13}{line.published:>13,.2f} {line.unit.split(' ')[0]:<8}{error:>8}"
-            print(f"{line.id:<11}{line.metric:<26}{numbers}  {reason}".rstrip())
-    print("\nScores: rows, median and largest absolute error")
-    for name, (count, median, largest) in scores(found).items():
-        print(f"{name:<20}{count:>4}{median:>9.1%}{largest:>9.1%}")
-    print(NOTE)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,160 @@
+"""What the learner's machine reaches, as `predict.Machines`: measured with real ranks, all of which work at the same time.
+
+A layer of the model, forward and backward, alone and as tensor parallelism cuts it, by the tokens of a micro-batch; what stands
+around the layers; an AdamW step; each collective by size, as an α–β link (helpers/predict/links.py). Nothing that is predicted
+with the result is measured here: no step, no whole model.
+
+Known misses: ranks that wait for each other's work in a real step arrive less evenly than behind a barrier; caches that a whole
+model's weights push out.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from helpers import machine, models
+from helpers.hardware import Hardware
+from helpers.launching import launch
+from helpers.predict import Layout, Machines, Workload, architecture
+from helpers.predict.computing import head_flops, layer_flops
+from helpers.predict.links import fit_link
+from helpers.predict.rank import rank_of
+from helpers.predict.timing import KERNELS
+
+__all__ = ["measure"]
+
+_SIZES = [2**power for power in range(12, 25, 2)]  # bytes of a collective
+_SAMPLES = 7
+_DEEP = 4  # layers of the deeper of two models, whose difference is that of layers alone
+_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
+
+
+def measure(config: Any = None, *, ranks: int = 2, sequence: int = 64, batches: Sequence[int] = (4, 16)) -> Machines:
+    """Return this machine as `ranks` ranks find it, for models of `config`'s shape (None: the default model).
+
+    Layers are measured at micro-batches of each of `batches` × `sequence` tokens; other sizes lie between them. Takes about 10 s
+    for the small model on two cores. Raises what `launch` raises, and ValueError for no or empty batches.
+    """
+    if not batches or min(batches) < 1 or sequence < 1:
+        raise ValueError(f"batches {list(batches)} of {sequence} tokens: at least one batch, and nothing in it below 1")
+    config = copy.deepcopy(config or models.config())
+    shape = architecture(config)
+    tp = next(size for size in range(ranks, 0, -1) if ranks % size == 0 and shape.heads % size == shape.kv_heads % size == 0)
+    run = launch(_on_each_rank, config, tp, sequence, list(batches), ranks=ranks, record=False, timeout=120)
+    found = {key: max(each[key] for each in run.results) for key in run.results[0]}  # the slowest rank counts
+    rates = []
+    for batch in batches:
+        workload = Workload(batch, sequence)
+        whole, part = rank_of(shape, workload, None), rank_of(shape, workload, Layout(tp=tp))
+        rates.append(("layer", layer_flops(whole, 0), 3 * layer_flops(whole, 0) / found["layer", batch]))
+        rates.append(("shard", layer_flops(part, 0), 3 * layer_flops(part, 0) / found["shard", batch]))
+        rates.append(("head", head_flops(whole), 3 * head_flops(whole) / found["head", batch]))
+    links = [
+        (op, ranks, fit_link(_SIZES, [found[op, size] for size in _SIZES]))
+        for op in _OPERATIONS
+        if ranks > 1 and (op, _SIZES[0]) in found
+    ]
+    bandwidth = found["bytes updated", 0] / found["update", 0]
+    here = Hardware(run.machine, machine.memory() / 1e9, bandwidth / 1e9, bandwidth / 1e9)
+    return Machines(
+        here, ranks, ranks, matmul_flops=max(rate for _, _, rate in rates), memory_bandwidth=bandwidth, bus_bandwidth=bandwidth,
+        inter_bandwidth=bandwidth, host_bandwidth=bandwidth, memory_bytes=machine.memory() // ranks, efficiency=1.0,
+        kernel_seconds=found["kernel", 0], overlaps=run.device != "cpu", rates=tuple(rates), links=tuple(links),
+    )  # fmt: skip
+
+
+def _on_each_rank(config: Any, tp: int, sequence: int, batches: list[int]) -> dict[tuple[str, int], float]:
+    """Seconds by (what, size), the middle of several samples, each begun together."""
+    import torch
+    import torch.distributed as dist
+
+    found: dict[tuple[str, int], float] = {}
+    shallow, deep = (_model(config, 1, layers) for layers in (1, _DEEP))
+    cut_shallow, cut_deep = (_model(config, tp, layers) for layers in (1, _DEEP))
+    for batch in batches:
+        ids = torch.zeros(batch, sequence, dtype=torch.long, device=machine.device())
+        one, deeper, cut_one, cut_deeper = (
+            _middle(partial(_forward_and_backward, model, ids)) for model in (shallow, deep, cut_shallow, cut_deep)
+        )
+        found["layer", batch], found["shard", batch] = (
+            max(each, 1e-6) / (_DEEP - 1) for each in (deeper - one, cut_deeper - cut_one)
+        )
+        found["head", batch] = max(one - found["layer", batch], 1e-6)
+    token = torch.zeros(1, 1, dtype=torch.long, device=machine.device())
+    with torch.no_grad():
+        one, deeper = (_middle(partial(model, input_ids=token, use_cache=False)) for model in (shallow, deep))
+    found["kernel", 0] = max(deeper - one, 0.0) / (_DEEP - 1) / KERNELS[False]
+    optimizer = torch.optim.AdamW(deep.parameters())
+    found["update", 0] = _middle(optimizer.step)
+    found["bytes updated", 0] = 4 * 7 * sum(each.numel() for each in deep.parameters())
+    for size in _SIZES if dist.get_world_size() > 1 else ():
+        for op, work in _collectives(size).items():
+            found[op, size] = _middle(work)
+    return found
+
+
+def _forward_and_backward(model: Any, ids: Any) -> None:
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def _model(config: Any, tp: int, layers: int) -> Any:
+    """A model of few layers; with `tp` above 1, one rank's part of it, with all that tensor parallelism does but exchanging."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.tensor_parallel import apply_tensor_parallelism
+
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = layers
+    if tp > 1:
+        config.num_attention_heads //= tp
+        config.num_key_value_heads //= tp
+        config.intermediate_size //= tp
+    model = AutoModelForCausalLM.from_config(config).to(machine.device())
+    if tp > 1:
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+        plan = {f"{model.base_model_prefix}.{key}": style for key, style in config.base_model_tp_plan.items()}
+        apply_tensor_parallelism(model, DeviceMesh.from_group(alone, machine.device().type), plan)
+    return model
+
+
+def _middle(work: Callable[[], Any]) -> float:
+    """The median seconds of `work` on this rank; all ranks begin together."""
+    import torch.distributed as dist
+
+    from helpers.measuring import clock
+
+    samples = []
+    for _ in range(_SAMPLES + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        clock.synchronize()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples[2:])
+
+
+def _collectives(size: int) -> dict[str, Callable[[], Any]]:
+    """Each collective with a payload of `size` bytes, as `traffic` counts them; the receiver's time is a message's."""
+    import torch
+    import torch.distributed as dist
+
+    ranks, rank, device = dist.get_world_size(), dist.get_rank(), machine.device()
+    whole, part = torch.ones(size // 4, device=device), torch.ones(size // 4 // ranks, device=device)
+    gathered = torch.ones(part.numel() * ranks, device=device)
+
+    def send() -> None:
+        if rank < 2:
+            (dist.send if rank == 0 else dist.recv)(whole, 1 - rank)
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_single(gathered, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(part, gathered),
+        "send": send,
+    }

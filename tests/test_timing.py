@@ -1,0 +1,184 @@
+"""Times of steps, tokens and collectives: hand counts where there are any, and what must hold whatever the constants are."""
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from helpers import hardware, predict
+from helpers.predict import Layout, Machines, Workload, collective_time, decode_latency, step_time, time_to_first_token
+from helpers.predict.computing import rate_of
+from helpers.predict.links import Link, Segment
+
+SHAPE = predict.architecture(
+    {
+        "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "intermediate_size": 4096, "vocab_size": 32000, "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    }
+)  # fmt: skip
+WORKLOAD = Workload(2, 1024, precision="mixed", implementation="megatron", micro_batches=8)
+CLUSTER = predict.machines("A100-80-SXM", 64)
+
+
+def measured(**links):
+    """A machine whose rates are known to the digit."""
+    gpu = hardware.gpu("A100-80-SXM")
+    table = tuple((op, 2, Link((Segment(0, alpha, bandwidth),), 0.0)) for op, (alpha, bandwidth) in links.items())
+    rates = tuple((part, 1e9, 1e12) for part in ("layer", "shard", "head"))
+    return Machines(gpu, 8, memory_bandwidth=1e11, efficiency=1.0, overlaps=False, rates=rates, links=table)
+
+
+def test_rates_come_from_measurements_and_else_from_the_data_sheet():
+    a100, l4 = predict.machines("A100-80-SXM", 16), predict.machines("L4", 2)
+    assert a100.matmul_flops == 271e12
+    assert a100.bus_bandwidth == 235e9
+    assert a100.inter_bandwidth == 25e9
+    assert a100.nodes == 2
+    assert l4.matmul_flops == pytest.approx(0.8 * 121e12)
+    assert l4.inter_bandwidth == 31.5e9  # no adapter on file: through the PCIe slot
+    assert replace(a100, bus_bandwidth=1e9).bus_bandwidth == 1e9
+
+
+def test_one_stage_is_the_hand_count():
+    found = step_time(SHAPE, replace(WORKLOAD, micro_batches=1), Layout(), measured())
+    tokens, layer = 2 * 1024, 2 * 1024 * 1024 + 2 * 1024 * 512 + 3 * 1024 * 4096
+    flops = 8 * (2 * layer + 2 * 1024 * 1024) * tokens + 2 * tokens * 32000 * 1024  # half of all attention scores
+    assert found.compute == pytest.approx(3 * flops / 1e12)
+    assert found.update == pytest.approx(SHAPE.parameter_count * (2 + 16 + 8 + 2) / 1e11)
+    assert found.total == pytest.approx(found.compute + found.update)
+    assert found.tokens_per_second == pytest.approx(tokens / found.total)
+
+
+def test_gradients_are_summed_once_after_the_last_micro_batch():
+    machines = measured(all_reduce=(1e-3, 1e9))
+    found = step_time(SHAPE, WORKLOAD, Layout(dp=2), machines)
+    assert found.data_parallel == pytest.approx(1e-3 + 2 * SHAPE.parameter_count / 1e9)
+    hidden = step_time(SHAPE, replace(WORKLOAD, implementation="transformers"), Layout(dp=2), replace(machines, overlaps=True))
+    assert 0 < hidden.data_parallel < found.data_parallel
+
+
+def test_an_even_pipeline_has_the_bubble_of_its_formula():
+    even = replace(SHAPE, vocabulary=1)  # without a head to speak of
+    alone, found = (step_time(even, WORKLOAD, Layout(pp=pp), measured(send=(0.0, 1e12))) for pp in (1, 4))
+    assert found.compute == pytest.approx(alone.compute / 4, rel=0.05)
+    assert found.pipeline_bubble / found.compute == pytest.approx(3 / 8, rel=0.05)
+
+
+def test_the_slowest_stage_sets_the_pace():
+    """A large vocabulary on the last stage makes the others wait."""
+    heavy = replace(SHAPE, vocabulary=256_000)
+    found = step_time(heavy, WORKLOAD, Layout(pp=8), measured(send=(0.0, 1e12)))
+    head = 3 * 2 * 2048 * 256_000 * 1024 / 1e12
+    assert found.compute > 8 * head
+    assert found.pipeline_bubble < found.compute
+
+
+def test_checkpointing_costs_another_forward_pass():
+    found = step_time(SHAPE, replace(WORKLOAD, checkpointing="full"), Layout(), measured())
+    plain = step_time(SHAPE, WORKLOAD, Layout(), measured())
+    assert found.compute == plain.compute
+    assert 0.28 < found.recompute / plain.compute < 1 / 3  # the head isn't run again
+
+
+def test_efficiency_scales_computing_alone():
+    full, half = (step_time(SHAPE, WORKLOAD, Layout(dp=2, tp=2), CLUSTER, efficiency=share) for share in (1.0, 0.5))
+    assert half.compute == pytest.approx(2 * full.compute)
+    for part in ("data_parallel", "tensor_parallel", "update"):
+        assert half.parts[part] == full.parts[part] > 0
+    default = step_time(SHAPE, WORKLOAD, Layout(dp=2, tp=2), CLUSTER)
+    assert default.compute == pytest.approx(full.compute / CLUSTER.efficiency)
+
+
+def test_offloaded_bytes_cross_the_host_link():
+    found = step_time(SHAPE, WORKLOAD, Layout(), CLUSTER, offloaded=1e9)
+    assert found.offload == pytest.approx(1e9 / CLUSTER.host_bandwidth)
+
+
+LAYOUTS = st.builds(
+    Layout, dp=st.sampled_from([1, 2, 4]), tp=st.sampled_from([1, 2, 8]), pp=st.sampled_from([1, 2, 8]),
+    cp=st.sampled_from([1, 2]), zero=st.integers(0, 3), sequence_parallel=st.booleans(),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS, st.sampled_from(["none", "selective", "full"]), st.sampled_from(["transformers", "megatron", "torchtitan"]))
+def test_parts_sum_to_the_whole_and_faster_machines_are_never_slower(layout, checkpointing, implementation):
+    workload = replace(WORKLOAD, checkpointing=checkpointing, implementation=implementation)
+    machines = predict.machines("A100-80-SXM", layout.ranks)
+    found = step_time(SHAPE, workload, layout, machines)
+    assert all(each >= 0 for each in found.parts.values())
+    assert found.total == pytest.approx(sum(found.parts.values()))
+    assert found.tokens == 2 * 1024 * 8 * layout.dp
+    faster = replace(machines, matmul_flops=2 * machines.matmul_flops, bus_bandwidth=2 * machines.bus_bandwidth)
+    assert step_time(SHAPE, workload, layout, faster).total <= found.total * (1 + 1e-9)
+
+
+def test_layouts_and_workloads_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="128 ranks on 64 devices"):
+        step_time(SHAPE, WORKLOAD, Layout(dp=128), CLUSTER)
+    with pytest.raises(ValueError, match="step_time is for training"):
+        step_time(SHAPE, replace(WORKLOAD, training=False), Layout(), CLUSTER)
+    with pytest.raises(ValueError, match="at least one of each"):
+        predict.machines("L4", 0)
+    with pytest.raises(ValueError, match="bus_bandwidth is -1"):
+        replace(CLUSTER, bus_bandwidth=-1)
+    with pytest.raises(ValueError, match="all_reduce"):
+        collective_time("allreduce", 1, 2, CLUSTER)
+
+
+def test_large_collectives_reach_the_bus_bandwidth_and_small_ones_the_latency():
+    size = 2**34
+    assert collective_time("all_reduce", size, 8, CLUSTER) == pytest.approx(size * 7 / 4 / 235e9, rel=0.01)
+    assert collective_time("all_gather", size, 8, CLUSTER) == pytest.approx(size * 7 / 8 / 235e9, rel=0.01)
+    # NCCL's LL protocol in a ring of NVLinks: 6.6 µs and 14 steps of 0.6
+    assert collective_time("all_reduce", 8, 8, CLUSTER) == pytest.approx(15e-6, rel=0.01)
+    assert collective_time("all_reduce", size, 1, CLUSTER) == 0
+
+
+def test_across_hosts_the_network_is_shared_by_who_works_beside():
+    size = 2**34
+    whole = collective_time("all_reduce", size, 16, CLUSTER)  # two hosts, eight adapters each
+    strided = collective_time("all_reduce", size, 2, CLUSTER, stride=8)  # one device of each host
+    assert whole == pytest.approx(size * 15 / 8 / (8 * 25e9), rel=0.01)
+    assert strided == pytest.approx(size / 25e9, rel=0.01)
+    assert collective_time("send", size, 2, CLUSTER, stride=8) == pytest.approx(size / 25e9, rel=0.01)
+    assert collective_time("send", size, 2, CLUSTER) == pytest.approx(size / 235e9, rel=0.01)
+
+
+def test_measured_rates_lie_between_their_sizes():
+    machines = replace(measured(), rates=(("layer", 1e6, 1e9), ("layer", 1e8, 3e9), ("head", 1e6, 5e9)))
+    assert rate_of(machines, "layer", 1e7) == pytest.approx(2e9)
+    assert rate_of(machines, "layer", 1) == 1e9
+    assert rate_of(machines, "layer", 1e12) == 3e9
+    assert rate_of(machines, "head", 1e12) == 5e9
+
+
+def test_decoding_streams_weights_and_cache():
+    one = Workload(1, 32, training=False, precision="bf16", new_tokens=200, implementation="vllm")
+    weights = 2 * (SHAPE.parameter_count - 32000 * 1024)  # the input table is read row by row
+    cache = predict.kv_bytes_per_token(SHAPE) * (32 + 100)
+    quiet = replace(CLUSTER, kernel_seconds=0.0)
+    assert decode_latency(SHAPE, one, Layout(), quiet) == pytest.approx((weights + cache) / quiet.memory_bandwidth)
+    started = decode_latency(SHAPE, one, Layout(), CLUSTER) - decode_latency(SHAPE, one, Layout(), quiet)
+    assert started == pytest.approx(8 * 10 * CLUSTER.kernel_seconds)
+    assert decode_latency(SHAPE, one, Layout(), quiet, offloaded=1e9) > 1e9 / quiet.host_bandwidth
+    many = replace(one, batch=4096)
+    assert decode_latency(SHAPE, many, Layout(), quiet) > 2 * 4096 * (weights / 2) / quiet.matmul_flops
+    assert predict.tokens_per_second(SHAPE, one, Layout(dp=4), CLUSTER) == pytest.approx(
+        4 / decode_latency(SHAPE, one, Layout(), CLUSTER)
+    )
+
+
+def test_the_first_token_waits_for_the_whole_prompt():
+    one = Workload(1, 4096, training=False, precision="bf16", new_tokens=200, implementation="vllm")
+    first = time_to_first_token(SHAPE, one, Layout(), CLUSTER)
+    assert first > decode_latency(SHAPE, one, Layout(), CLUSTER)
+    assert time_to_first_token(SHAPE, one, Layout(tp=2), CLUSTER) < first
+
+
+def test_a_step_shows_its_parts():
+    shown = repr(step_time(SHAPE, WORKLOAD, Layout(pp=2, tp=2), CLUSTER))
+    assert "pipeline_bubble" in shown
+    assert "a GPU" in shown
+    assert "context_parallel" not in shown
