@@ -101,11 +101,13 @@ class Checkpointed(nn.Module):
 
 
 def marked_ready_twice():
-    DDP(Checkpointed(1), find_unused_parameters=True)(torch.ones(2, 4)).sum().backward()
+    model = DDP(Checkpointed(1), find_unused_parameters=True)
+    model(torch.ones(2, 4)).sum().backward()
 
 
 def no_gradient_path():
-    DDP(Checkpointed(1, inputs_need_gradients=False))(torch.ones(2, 4)).sum().backward()
+    model = DDP(Checkpointed(1, inputs_need_gradients=False))
+    model(torch.ones(2, 4)).sum().backward()
 
 
 def uneven_batches():
@@ -191,10 +193,34 @@ def early_return():
     dist.all_reduce(x)
 
 
+def only_slow():
+    """Ranks meet all the time; the timeout is too short for the job."""
+    while True:
+        time.sleep(0.02)
+        dist.all_reduce(torch.ones(4))
+
+
 def works_alone():
     if dist.get_rank() == 0:
         time.sleep(1000)
     dist.barrier()
+
+
+def works_alone_on_a_mesh():
+    """Rank 0 waits for 1, which waits for 3; 2 waits for 3 as well."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    if rank == 3:
+        time.sleep(1000)
+    if rank == 1:
+        dist.all_reduce(torch.ones(4), group=mesh.get_group("dp"))
+    dist.all_reduce(torch.ones(4), group=mesh.get_group("tp"))
+
+
+def nobody_sends():
+    if dist.get_rank() == 1:
+        dist.recv(torch.ones(4), 0)
 
 
 def own_timeout():

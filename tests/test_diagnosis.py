@@ -150,7 +150,7 @@ def test_files_that_are_no_logs_are_not_named(name):
     assert diagnose(ROOT / name).fault is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.text(max_size=400))
 def test_any_text_is_read_and_none_is_guessed(text):
     assert diagnose(text).fault is None
@@ -206,7 +206,7 @@ def test_fifty_megabytes_are_read_in_bounded_memory(tmp_path, endless):
     assert named[:2] == ["meta-tensor", "meta-tensor"]
     assert int(grown) < 30_000  # KiB
     if not endless:
-        assert named[2].startswith("line 300,002: "), named[2]
+        assert named[2].startswith("line 300002: "), named[2]
 
 
 def test_bytes_that_are_no_text_progress_bars_and_windows_lines(tmp_path):
@@ -355,7 +355,9 @@ def test_branches_are_no_swap(run):
 
 def test_differences_have_a_kind():
     def what(*collectives):
-        found = diagnosis.mismatch(Run(3, "cpu", "gloo", collectives=collectives))
+        run = Run(3, "cpu", "gloo", collectives=collectives)
+        hung = any(collective.end is None for collective in collectives)
+        found = diagnosis.mismatch(LaunchError("hung", run=run) if hung else run)
         assert all(text in str(found) for text in ("rank 0", "rank 1"))
         return found.what, found.odd
 
@@ -369,3 +371,23 @@ def test_differences_have_a_kind():
     waiting = [made(r, 0, "a", group=three, end=None) for r in (0, 1)]
     assert what(*waiting, other)[0] == "group"
     assert what(made(0, 0, "a"), made(1, 0, "b"), made(0, 1, "b"), made(1, 1, "a")) == ("source", None)
+
+
+def test_who_is_absent_is_sought_along_the_chain_of_those_who_wait():
+    """Rank 0 waits for 1, 1 for 3 and 2 for 3 on a mesh of 2 × 2; a receive waits for its sender."""
+    chain = (made(0, 0, "tp", end=None), made(1, 0, "dp", group=(1, 3), end=None), made(2, 0, "tp", group=(2, 3), end=None))
+    found = diagnosis.mismatch(LaunchError("hung", run=Run(4, "cpu", "gloo", collectives=chain)))
+    assert found.what == "missing"
+    assert [rank for rank, issued in found.rows.items() if issued is None] == [3]
+    receive = Collective(1, 0, "recv", (0, 1), "float32", (1,), 4, 0.0, None, "cell 1, line 1: recv", 0)
+    found = diagnosis.mismatch(LaunchError("hung", run=Run(2, "cpu", "gloo", collectives=(receive,))))
+    assert found.rows == {1: receive, 0: None}
+    assert diagnosis.mismatch(Run(2, "cpu", "gloo", collectives=(receive,))) is None
+
+
+def test_an_operation_that_nobody_met_in_a_job_that_returned():
+    run = Run(2, "cpu", "gloo", collectives=(made(0, 0, "cell 1, line 1: a", end=None),), spans=[(0.0, 1.0), (0.0, 1.0)])
+    found = diagnose(run)
+    assert (found.fault, found.ranks, found.healthy) == ("collective-conditional", (1,), False)
+    unequal = Run(2, "cpu", "gloo", collectives=(made(0, 0, "a"), made(1, 0, "a", op="barrier", size=0)), spans=run.spans)
+    assert diagnose(unequal).fault == "collective-op"

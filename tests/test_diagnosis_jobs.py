@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import diagnosis_jobs as jobs
 import healthy_jobs
 import pytest
 
-from helpers import LaunchError, diagnose, diagnosis, exercises, launch, machine
+from helpers import LaunchError, RankFailed, diagnose, diagnosis, equivalence, exercises, launch, machine
 from helpers.launching import verb
 
 for module in (jobs, healthy_jobs, sys.modules[__name__]):
@@ -46,11 +47,14 @@ REAL = {  # case -> the fault to be named, the ranks to be blamed (None: not tol
     "under a condition": ("collective-conditional", (1,), jobs.conditional, {"timeout": HANG}),
     "after an early return": ("collective-conditional", (1,), jobs.early_return, {"timeout": HANG}),
     "works alone": ("rank-works-alone", (0,), jobs.works_alone, {"timeout": HANG}),
+    "works alone, on a mesh": ("rank-works-alone", (3,), jobs.works_alone_on_a_mesh, {"ranks": 4, "timeout": HANG}),
+    "nobody sends": ("collective-conditional", (0,), jobs.nobody_sends, {"timeout": HANG}),
     "works alone past a group's timeout": ("collective-timeout", None, jobs.own_timeout, {}),
     "works alone past a barrier": ("collective-timeout", None, jobs.monitored, {}),
+    "only slow": (None, None, jobs.only_slow, {"timeout": HANG}),
     "all receive first": ("send-recv-cycle", None, jobs.receive_cycle, {"timeout": HANG}),
     "swapped order": ("swapped-order", None, jobs.swapped, {}),
-    "new_group with other lists": ("collective-group", None, jobs.group_lists_differ, {"ranks": 3, "timeout": HANG}),
+    "new_group with other lists": ("group-lists-differ", None, jobs.group_lists_differ, {"ranks": 3, "timeout": HANG}),
     "new_group on one rank": ("group-lists-differ", (0,), jobs.group_on_one_rank, {"ranks": 3, "timeout": HANG}),
     "mesh too large": ("degrees-do-not-multiply", None, jobs.mesh_too_large, {}),
     "layout too large": ("degrees-do-not-multiply", None, jobs.layout_does_not_fit, {}),
@@ -85,6 +89,8 @@ def test_a_real_job_is_named(case):
     if isinstance(found, LaunchError):
         assert found.diagnosis.fault == wanted
         assert (named.name in str(found)) == (wanted is not None)
+    if isinstance(found, RankFailed) and wanted and FAULTS[wanted].patterns and FAULTS[wanted].says == "cause":
+        assert diagnose(found.traceback).fault == wanted, "its traceback, pasted from elsewhere, is named as well"
 
 
 def test_the_evidence_is_rank_by_rank_with_the_lines():
@@ -104,22 +110,23 @@ def test_the_evidence_is_rank_by_rank_with_the_lines():
 
 def test_a_hook_whose_callbacks_change_places():
     """PowerSGD with several buckets: most runs hang or die, and how depends on timing. Never a wrong name."""
-    named = set()
-    for _ in range(3):
+    named: set[str | None] = set()
+    for _ in range(6):
+        if "hook-order" in named:
+            break
         try:
-            named.add(diagnose(launch(jobs.hook_order, timeout=HANG * 2, backend="gloo")).fault)
+            named.add(diagnose(launch(jobs.hook_order, timeout=HANG, backend="gloo")).fault)
         except LaunchError as error:
             named.add(error.diagnosis.fault)
-    assert named <= {"hook-order", None}
-    assert "hook-order" in named
+    assert named in ({"hook-order"}, {"hook-order", None})
 
 
 # -------------------------------------------------------------------------------------------------- other launchers, really run
 
 SPAWNED = """
-import torch.multiprocessing as mp
-def train(rank): print(rank)
-if __name__ == "__main__": mp.spawn(train, nprocs=1)
+import multiprocessing
+def train(): print("here")
+if __name__ == "__main__": multiprocessing.get_context("spawn").Process(target=train).start()
 """
 
 
@@ -182,11 +189,11 @@ def test_the_notebooks_own_jobs_raise_no_alarm(monkeypatch):
     exercises.load.cache_clear()
     try:
         for id, _ in exercises.listed():
-            if id[:2] in ("00", "01", "02", "03", "04", "05", "06"):
+            if id[:2] in ("00", "01", "02", "03", "05", "06"):
                 assert exercises.judge(id, exercises.find(id).answer).state == "solved"
     finally:
         exercises.load.cache_clear()
-    assert len(seen) >= 8
+    assert len(seen) >= 6
     assert [str(found) for found in seen if not found.healthy] == []
 
 
@@ -213,63 +220,43 @@ def test_the_confusion_table():
     recognised = {wanted for wanted, *_ in table} | {"hook-order", "rank-never-joined"}
     assert {fault.id for fault in FAULTS.values() if fault.kind == "loud"} - recognised == set()
     by_other_tools = {fault.id for fault in FAULTS.values() if fault.tool != "diagnose"}
-    assert by_other_tools - recognised - set(BY_TOOL) == set()
+    assert by_other_tools - recognised - set(BY_TOOL) - set(COMPARED) == set()
 
 
 # ------------------------------------------------------------------------------------------- silent faults, found by their tool
 
 
-def compared(job, *arguments):
-    """The faults that equivalence.compare names."""
-    from helpers import equivalence
-
-    return [finding.fault for finding in equivalence.compare(job, *arguments).findings]
-
-
-def same_order():
-    from test_equivalence import epochs
-
-    return "the same order in every epoch" in compared(epochs, False, True)
-
-
-def no_sync_around_backward():
-    from test_equivalence import job
-
-    return "gradients were exchanged 3 times in one step" in compared(job, "no_sync around backward")
-
-
-def same_augmentation():
-    from test_equivalence import augmented
-
-    return "the same random augmentation on every rank" in compared(augmented, False)
+COMPARED = {  # fault -> a job of the tests of equivalence.compare, what it is called with, what is found
+    "same-order-each-epoch": ("epochs", (False, True), "the same order in every epoch"),
+    "no-sync-around-backward": ("job", ("no_sync around backward",), "gradients were exchanged 3 times in one step"),
+    "same-augmentation": ("augmented", (False,), "the same random augmentation on every rank"),
+    "samples-missed": ("job", ("dropped tail",), "samples are missed or repeated"),
+    "not-synchronised": ("job", ("not synchronised",), "gradients differ between ranks"),
+    "mean-of-means": ("job", ("mean of means",), "a mean of means over unequal counts"),
+    "gradient-factor": ("job", ("summed",), "gradients are off by the factor W = 2"),
+    "ties-lost": ("ties_lost", (), "gradients differ"),
+    "bias-on-every-rank": ("tensor_parallel", ("bias each",), "a bias is added on every rank"),
+    "shards-do-not-add-up": ("tensor_parallel", ("first slice",), "shards overlap"),
+    "sampled-tokens-differ": ("tensor_parallel", ("samplers apart",), "sampled tokens differ between ranks"),
+    "dropout-masks": ("tensor_parallel", ("dropout by rank",), "dropout masks differ where they must be the same"),
+    "tied-gradients-apart": ("pipeline_parallel", ("ends apart",), "gradients of tied parameters are not summed"),
+    "learning-rate-schedule": ("scheduled", ("per rank",), "the learning-rate schedule is stepped 2 times too often"),
+    "loss-nan": ("diverging", ("negative",), "a NaN arises"),
+}
 
 
-def samples_missed():
-    from test_equivalence import job
+@pytest.mark.parametrize("id", COMPARED)
+def test_a_silent_fault_is_found_by_comparing_ranks(id):
+    import test_equivalence
+    import test_equivalence_parallel
 
-    return "samples are missed or repeated" in compared(job, "dropped tail")
-
-
-def not_synchronised():
-    from test_equivalence import job
-
-    return "gradients differ between ranks" in compared(job, "not synchronised")
-
-
-def mean_of_means():
-    from test_equivalence import job
-
-    return "a mean of means over unequal counts" in compared(job, "mean of means")
-
-
-def gradient_factor():
-    from test_equivalence import job
-
-    return "gradients are off by the factor W = 2" in compared(job, "summed")
-
-
-def ties_lost():
-    return any("differ" in fault for fault in compared(jobs.ties_lost))
+    assert FAULTS[id].tool.startswith("equivalence.")
+    name, arguments, wanted = COMPARED[id]
+    job = next(getattr(module, name) for module in (jobs, test_equivalence, test_equivalence_parallel) if hasattr(module, name))
+    comparison = equivalence.compare(job, *arguments)
+    assert wanted in [finding.fault for finding in comparison.findings], comparison
+    for run in comparison.runs:
+        assert diagnose(run).healthy, "diagnose does not claim to see it"
 
 
 def plan_misses_a_module():
@@ -312,15 +299,21 @@ def peak_without_reset():
     return after_training > 1.5 * anew
 
 
+def warm_up_counted():
+    from helpers.measuring import clock
+
+    calls = []
+
+    def slow_at_first():
+        if not calls:
+            time.sleep(0.5)
+        calls.append(1)
+
+    return clock.measure(slow_at_first, repeats=3).median < 0.25
+
+
 BY_TOOL = {
-    "same-order-each-epoch": same_order,
-    "no-sync-around-backward": no_sync_around_backward,
-    "same-augmentation": same_augmentation,
-    "samples-missed": samples_missed,
-    "not-synchronised": not_synchronised,
-    "mean-of-means": mean_of_means,
-    "gradient-factor": gradient_factor,
-    "ties-lost": ties_lost,
+    "timing-without-synchronising": warm_up_counted,
     "plan-misses-a-module": plan_misses_a_module,
     "mesh-axes-swapped": mesh_axes_swapped,
     "output-missing": output_missing,

@@ -103,13 +103,16 @@ def mismatch(x: Run | LaunchError) -> Mismatch | None:
         return None
     if not isinstance(run, Run):
         raise TypeError(f"mismatch takes what launch returned or raised, not {type(run).__name__}")
-    return sequences.find(run.collectives)
+    return sequences.find(run.collectives, ended=x is run)
 
 
 def _of_run(run: Run) -> Diagnosis:
-    found = _by_predicate(Case(run, None, mismatch(run)))
+    case = Case(run, None, mismatch(run))
+    found = _by_predicate(case)
     if found:
         return found
+    if case.mismatch:
+        return Diagnosis(name="I don't know what this means", evidence=(str(case.mismatch),), look_next="The lines of this place")
     return Diagnosis(name="Nothing found: the job returned on every rank", ruled_out=(_agreement(run),), healthy=True)
 
 
@@ -148,15 +151,21 @@ def _of_error(error: LaunchError) -> Diagnosis:
 def _of_log(read: reading.Reading) -> Diagnosis:
     sighting = read.best
     own = {rank: line for rank, line in read.exceptions.items() if rank is not None}
-    if sighting and sighting.fault.says == "consequence" and own:  # the others only say that this rank is gone
-        culprit = read.failed_rank if read.failed_rank in own else next(iter(own))
+    besides = (f"besides: {read.exceptions[None]}",) if None in read.exceptions else ()
+    if sighting and sighting.fault.says == "consequence" and own:
+        signs = [other.ranks for other in read.sightings.values() if other.fault.says == "consequence"]
         raised = next(fault for fault in faults() if fault.predicate == "one raised")
-        return _named(raised, (f"rank {culprit} raised {own[culprit]}", f"line {sighting.line}: {sighting.texts[0]}"), (culprit,))
+        if len(own) == 1 or set().union(*signs) - own.keys():  # the others only say that this rank is gone
+            culprit = read.failed_rank if read.failed_rank in own else next(iter(own))
+            evidence = (f"rank {culprit} raised {own[culprit]}", f"line {sighting.line}: {sighting.texts[0]}")
+            return _named(raised, evidence, (culprit,))
+        sighting = None if sighting.fault is raised else sighting  # all raise alike: an error of the code, not of one rank
     if sighting:
         times = f" ({sighting.count} times)" if sighting.count > 1 else ""
         ranks = sighting.ranks or ({read.failed_rank} if read.failed_rank is not None else set())
         first, *rest = sighting.texts
-        return _named(sighting.fault, (f"line {sighting.line}{times}: {first}", *rest), tuple(sorted(ranks)))
+        evidence = (f"line {sighting.line}{times}: {first}", *rest, *(besides if sighting.fault.says == "consequence" else ()))
+        return _named(sighting.fault, evidence, tuple(sorted(ranks)))
     if read.blank:
         return Diagnosis(name="I don't know: there is nothing to read", look_next="The log's text, or a Path to its file")
     if not (read.trouble or read.exceptions):

@@ -10,6 +10,7 @@ from helpers.launching import LaunchError, RankDied, RankFailed, RanksHung, Run,
 from helpers.measuring.records import Collective
 
 IN_TORCH = "torch/distributed/"  # how the innermost entry of a stack begins where a rank waits for others
+LONG = 0.25  # of the timeout: for how long others have waited for a rank before it is held to be stuck
 Evidence = tuple[str, ...]
 
 
@@ -23,10 +24,13 @@ class Case:
 
     @property
     def absent(self) -> set[int]:
-        """The ranks of a job that hung for which others wait."""
-        if not (self.mismatch and self.mismatch.what == "missing" and isinstance(self.error, RanksHung)):
+        """The ranks that did not come to where others wait: those that returned, or are waited for since long."""
+        if not (self.mismatch and self.mismatch.what == "missing" and (self.error is None or isinstance(self.error, RanksHung))):
             return set()
-        return {rank for rank, issued in self.mismatch.rows.items() if issued is None}
+        limit = self.error.timeout if isinstance(self.error, RanksHung) else 0.0
+        begun = max((span[0] for span in self.run.spans if span), default=0.0)
+        long = begun + limit - max(c.start for c in self.awaited) >= LONG * limit  # else it may be a job that is only slow
+        return {rank for rank, issued in self.mismatch.rows.items() if issued is None and (long or self.returned(rank))}
 
     @property
     def awaited(self) -> list[Collective]:
@@ -38,11 +42,15 @@ class Case:
         stack = self.error.stacks.get(rank) if isinstance(self.error, RanksHung) and rank not in self.error.waiting else None
         return bool(stack) and not stack[-1].startswith(IN_TORCH)
 
+    def returned(self, rank: int) -> bool:
+        """Whether the function had returned on that rank."""
+        span = self.run.spans[rank] if rank < len(self.run.spans) else None
+        return span is not None and span[1] is not None
+
     def elsewhere(self, rank: int) -> bool:
         """Whether the rank had returned, or sat in another operation."""
-        span = self.run.spans[rank] if rank < len(self.run.spans) else None
-        returned = span is not None and span[1] is not None
-        return returned or (isinstance(self.error, RanksHung) and not self.busy(rank) and bool(self.error.stacks.get(rank)))
+        stuck = isinstance(self.error, RanksHung) and not self.busy(rank) and bool(self.error.stacks.get(rank))
+        return stuck or self.returned(rank)
 
 
 def differs(what: str) -> Callable[[Case], Evidence]:

@@ -13,6 +13,7 @@ from helpers.diagnosis.catalogue import SAYS, Fault, faults
 BLOCK = 1 << 20  # characters that are searched at a time
 LONGEST = 1 << 13  # characters of an unfinished line that are waited for, and of the lines before that a block is searched with
 SHOWN = 240  # characters of a line that are kept as evidence
+MOST_LINES = 4  # that are kept of one fault
 MOST_RANKS = 256  # that are told apart
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _RANK = re.compile(  # how torch, torchrun, srun, vLLM and launch say whose line it is
@@ -35,7 +36,7 @@ class Sighting:
     fault: Fault
     position: float = math.inf  # characters before it
     line: int = 0  # its number, counted from 1
-    texts: list[str] = field(default_factory=list)  # the first line of each pattern
+    texts: list[str] = field(default_factory=list)  # some of its lines, the first first
     ranks: set[int] = field(default_factory=set)
     count: int = 0
 
@@ -128,8 +129,8 @@ def _search(reading: Reading, before: str, block: str, offset: int, last: bool) 
                 if position < sighting.position:
                     sighting.position = position
                     sighting.line = reading.lines + text.count("\n", seen, match.start()) + 1
-                shown = _short(line_at(match.end() - 1)) if number == 0 else ""
-                if shown and not any(shown in text or text in shown for text in sighting.texts):
+                shown = _short(line_at(match.end() - 1)) if number == 0 and len(sighting.texts) < MOST_LINES else ""
+                if shown and not any(shown in other or other in shown for other in sighting.texts):
                     sighting.texts.append(shown)
                 sighting.count += 1
                 rank = rank_of(line_at(match.start()))

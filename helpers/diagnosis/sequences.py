@@ -51,22 +51,34 @@ class Mismatch:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def find(collectives: Sequence[Collective]) -> Mismatch | None:
-    """The first mismatch in what was recorded, None where the sequences agree."""
+def find(collectives: Sequence[Collective], ended: bool = True) -> Mismatch | None:
+    """The first mismatch in what was recorded, None where the sequences agree; not `ended`: the job hung, failed or died."""
     row = waits.first_difference(collectives)
+    issued = [collective for collective in (row or {}).values() if collective is not None]
+    for what in ("op", "dtype", "bytes"):
+        if row and len({getattr(collective, what) for collective in issued}) > 1:
+            return Mismatch(what, row)
+    waiting = {} if ended else waits.in_flight(collectives)
+    roots = waits.waited_for(collectives, waiting)
+    if roots and not any(row and rank in row and row[rank] is None for rank in roots):  # who is absent in this row waits itself
+        row = next(found for found in (_row(c, waiting) for c in waiting.values()) if roots & found.keys())
     if row is None:
         return _swapped(collectives)
-    issued = [collective for collective in row.values() if collective is not None]
-    for what in ("op", "dtype", "bytes"):
-        if len({getattr(collective, what) for collective in issued}) > 1:
-            return Mismatch(what, row)
-    waiting = waits.in_flight(collectives)
     elsewhere = {
         rank: waiting[rank]
         for rank, collective in row.items()
-        if collective is None and rank in waiting and waiting[rank].group != issued[0].group and waiting[rank].op == issued[0].op
+        if collective is None and not roots and rank in waiting and waiting[rank].op == issued[0].op
     }
     return Mismatch("group", {**row, **elsewhere}) if elsewhere else Mismatch("missing", row)
+
+
+def _row(collective: Collective, waiting: dict[int, Collective]) -> waits.Row:
+    """Who waits in this operation, and who of those that belong to it does not."""
+    if collective.op in waits.PAIRWISE:
+        others = set(collective.group) - {collective.rank} if collective.peer is None else {collective.peer}
+        return {collective.rank: collective, **dict.fromkeys(others)}
+    same = {rank: other for rank, other in waiting.items() if other.group == collective.group}
+    return {rank: same.get(rank) for rank in collective.group}
 
 
 def _swapped(collectives: Sequence[Collective]) -> Mismatch | None:

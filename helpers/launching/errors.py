@@ -67,7 +67,8 @@ class RanksHung(LaunchError):
     """The function did not return on every rank within the timeout.
 
     `waiting` maps each rank that sits in a collective to it, `stacks` each unfinished rank to its Python stack
-    (outermost first), `difference` says where the ranks' sequences of collectives first differ (None where they do not).
+    (outermost first), `difference` says where the ranks' sequences of collectives first differ (None where they do not),
+    `timeout` is the time in seconds that was over, counted from when the last rank began.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class RanksHung(LaunchError):
         waiting: dict[int, Any],
         stacks: dict[int, list[str]],
         difference: str | None,
+        timeout: float = 0.0,
     ) -> None:
         super().__init__(message, rank, run)
         self.waiting = waiting
         self.stacks = stacks
         self.difference = difference
+        self.timeout = timeout

@@ -161,7 +161,7 @@ def _raise_hung(job: Job, run: Run, hung: dict[str, Any]) -> NoReturn:
         message += f"\nThe first place where their collectives differ:\n{difference}"
     alone = min(missing) if len(missing) == 1 else None
     at_fault = waits.odd_one_out(row) if row and not missing else alone
-    raise RanksHung(message, at_fault, run, waiting, stacks, difference)
+    raise RanksHung(message, at_fault, run, waiting, stacks, difference, job.request["timeout"])
 
 
 def _those(ranks: Collection[int]) -> str:
