@@ -438,3 +438,27 @@ def test_a_decision_chart_asks_in_order_and_says_where_a_no_leads():
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
     with pytest.raises(ValueError, match="at least one step"):
         plots.decisions([], end="healthy", title="none")
+
+
+def test_a_plan_shows_memory_beside_the_room_and_time_by_what_it_goes_to():
+    from helpers import predict
+
+    llama = {
+        "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+        "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    found = predict.plan(llama, predict.machines("H100-SXM", 8), predict.Workload(64, 4096, precision="fsdp_mixed"))
+    drawn = plots.plan(found)
+    left, right = drawn.axes
+    for panel, totals in (
+        (left, [each.memory.peak / 2**30 for each in found.candidates]),
+        (right, [c.seconds for c in found.candidates]),
+    ):
+        for place, total in enumerate(totals[:5]):
+            row = [bar for bar in panel.patches if abs(bar.get_y() + bar.get_height() / 2 - place) < 0.01]
+            assert sum(bar.get_width() for bar in row) == pytest.approx(total)
+    assert left.lines[0].get_xdata()[0] == pytest.approx(found.room / 2**30)
+    assert found.best.name in drawn.alt
+    assert found.candidates[4].name in drawn.alt
+    with pytest.raises(LookupError, match="no layout fits"):
+        plots.plan(predict.plan(llama, predict.machines("T4", 1), predict.Workload(64, 4096)))

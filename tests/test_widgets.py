@@ -110,3 +110,21 @@ def test_a_message_is_shown_as_text_and_page(executed):
     (message,) = executed.cells[4].outputs
     assert message.data["text/plain"].startswith("… 00.1 not answered yet.")
     assert message.data["text/html"].startswith("<p><b>… 00.1 not answered yet.</b>")
+
+
+def test_the_planner_moves_model_machines_work_and_goal():
+    llama = {
+        "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+        "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    explorer = widgets.planner({"small": llama | {"num_hidden_layers": 2}, "large": llama})
+    assert explorer.figure.get_suptitle().replace("\n", " ").startswith("small, training on 8 × H100-SXM: ")
+    explorer.controls["model"].value = "large"
+    explorer.controls["work"].value = "serving"
+    assert explorer.problem.value == ""
+    assert explorer.figure.get_suptitle().replace("\n", " ").startswith("large, serving on 8 × H100-SXM: ")
+    before = explorer.figure
+    explorer.controls["gpu"].value = "T4"
+    explorer.controls["gpus_per_node"].value = 1
+    assert explorer.problem.value.startswith("LookupError: no layout fits: Left out: does not fit (1, for example 1 GPU")
+    assert explorer.figure is not before or explorer.problem.value

@@ -8,6 +8,7 @@ from helpers.plots.charts import bars, compare, stacked, sweep
 from helpers.plots.decisions import decisions
 from helpers.plots.holdings import holdings
 from helpers.plots.placement import placement
+from helpers.plots.planning import plan
 from helpers.plots.plans import shard_plan
 from helpers.plots.schedule import schedule
 from helpers.plots.style import Figure, amount, measured_on
@@ -22,6 +23,7 @@ __all__ = [
     "holdings",
     "measured_on",
     "placement",
+    "plan",
     "schedule",
     "shard_plan",
     "shares",
