@@ -78,7 +78,7 @@ def test_checkpointing_costs_another_forward_pass():
     found = step_time(SHAPE, replace(WORKLOAD, checkpointing="full"), Layout(), measured())
     plain = step_time(SHAPE, WORKLOAD, Layout(), measured())
     assert found.compute == plain.compute
-    assert 0.28 < found.recompute / plain.compute < 1 / 3  # the head isn't run again
+    assert 0.25 < found.recompute / plain.compute < 1 / 3  # the head isn't run again
 
 
 def test_efficiency_scales_computing_alone():

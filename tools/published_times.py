@@ -30,6 +30,10 @@ CONSTANTS = {
 REASONS = {
     "NI": "two cards of PCIe with a bridge that reach a third of its rate; data/hardware.yaml has no figures of them",
     "HP": "an encoder, no causal language model",
+    "AC-01b": "kernels of eager Python that start more slowly than a small model's work",
+    "AC-06b": "copies from pageable host memory, at about half of what pinned memory reaches",
+    "CA-06": "of middling size: measured above what NCCL's own model says",
+    "CA-10": "of middling size: measured above what NCCL's own model says",
 }
 
 
@@ -147,8 +151,8 @@ def decoding() -> Iterator[Line]:
         layout = predict.Layout(tp=int(row["tp"]))
         seconds = predict.decode_latency(published.model_config(row), workload, layout, machines, offloaded=offloaded)
         predicted = 1 / seconds if row["metric"] == "decode_tokens_per_s" else seconds
-        reason = CONSTANTS.get(row["id"], "")
-        yield published.line(row, "" if reason else "decode", predicted, reason)
+        gave = CONSTANTS.get(row["id"], "")
+        yield published.line(row, "" if gave else "decode", predicted, gave or REASONS.get(row["id"], ""))
 
 
 def collectives() -> Iterator[Line]:
@@ -176,6 +180,6 @@ def collectives() -> Iterator[Line]:
         moved = size * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
         partial = "" if row["completeness"] == "full" else "not complete"
         reason = reason or partial
-        yield published.line(
-            row, "" if reason else "collectives", 1e6 * seconds if row["metric"] == "time" else moved / seconds / GB, reason
-        )
+        told = reason or REASONS.get(row["id"][:-1], "")
+        predicted = 1e6 * seconds if row["metric"] == "time" else moved / seconds / GB
+        yield published.line(row, "" if reason else "collectives", predicted, told)
