@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 import tests.benchmarks
-from helpers import claims, offload, record
+from helpers import claims, diagnose, offload, record
+from helpers.diagnosis import catalogue
 from helpers.exercises import Wrong
 from tests.benchmarks import framework
 
@@ -103,3 +104,18 @@ def test_the_benchmark_is_found_and_its_requirement_can_fail(example_module):
     (claim,) = findings.claims
     assert claim.holds
     assert not framework.at_most(claim.text, 2000, claim.most).holds
+
+
+def test_the_fault_is_told_from_its_example(tmp_path, monkeypatch):
+    known = (ROOT / "data" / "faults.yaml").read_text(encoding="utf-8")
+    (entry,) = yaml.safe_load(EXAMPLES["fault"]).items()
+    assert entry[0] not in yaml.safe_load(known)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "faults.yaml").write_text(f"{known}\n{EXAMPLES['fault']}", encoding="utf-8")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    catalogue.faults.cache_clear()
+    try:
+        found = diagnose(entry[1]["example"])
+        assert (found.fault, found.name, found.ranks) == (entry[0], entry[1]["name"], (2,))
+    finally:
+        catalogue.faults.cache_clear()
