@@ -9,7 +9,7 @@ SET_UP = @$(PYTHON) tools/set_up.py --venv "$(VENV)"
 ON_CPU = WORKSHOP_DEVICE=cpu WORKSHOP_MODEL=tiny-ernie HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test notebooks book bench predict-report check doctor diagnose gpu-check vllm offline fresh clean set-up
+.PHONY: help lab test notebooks book bench predict-report check doctor diagnose gpu-check versions vllm offline fresh clean set-up
 
 help: ## list these commands
 	@echo "make <command>:"
@@ -48,6 +48,9 @@ diagnose: set-up ## name the fault that a log shows (LOG=file; torchrun, acceler
 
 gpu-check: set-up ## on an NVIDIA GPU: run its tests, and record measurements for those without (without one it says so)
 	@$(RUN) tools/gpu_check.py
+
+versions: set-up ## try the oldest and the newest supported transformers and accelerate, with a reduced set of tests
+	@$(RUN) tools/try_versions.py
 
 vllm: ## try again to add vLLM where the set-up left it out (WORKSHOP_VLLM=no leaves it out: 2 GiB less)
 	$(SET_UP) dev vllm --again
