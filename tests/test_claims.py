@@ -1,8 +1,10 @@
+import ast
 import json
 import re
 
 import numpy
 import pytest
+from notebook_files import course_notebooks, read
 
 from helpers import claims, machine, record
 
@@ -104,3 +106,17 @@ def test_a_verdict_that_says_too_little_is_refused_and_not_noted(arguments, mess
     with pytest.raises(ValueError, match=re.escape(message)):
         claims.verdict(*arguments)
     assert record.notes("claim") == []
+
+
+def test_every_claim_is_named_by_the_code_of_a_notebook_that_tries_it():
+    named = {}
+    for file in course_notebooks():
+        code = [ast.parse(cell.source) for cell in read(file).cells if cell.cell_type == "code"]
+        constants = [node.value for cell in code for node in ast.walk(cell) if isinstance(node, ast.Constant)]
+        named[file.name[:2]] = {each for each in constants if each in IDS}
+    known = claims.load().values()
+    assert [each.id for each in known if not any(each.id in named.get(number, ()) for number in each.notebooks)] == []
+
+
+def test_every_claim_shows_a_verdict_in_the_committed_outputs():
+    assert [id for id in IDS if id not in claims.published()] == []
