@@ -89,6 +89,11 @@ def test_a_model_of_another_shape():
     assert "heads cannot be divided" not in found.replace("KV heads", ""), "28 heads can be"
 
 
+def test_sockets_need_a_short_path(monkeypatch):
+    monkeypatch.setattr(checking.tempfile, "gettempdir", lambda: "/tmp/" + 50 * "x")
+    assert serving.check("tiny-ernie")[0].endswith("leave room for 54; right: TMPDIR=/tmp before Python starts")
+
+
 def test_gpus_that_are_not_there(monkeypatch):
     monkeypatch.setattr(checking, "on_cpu", lambda: False)
     monkeypatch.setattr(checking.machine, "gpus", lambda: ("one",))

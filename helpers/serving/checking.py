@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from helpers.serving.settings import BIND, GIB, Settings, on_cpu
 PADDING = 64  # vLLM pads the vocabulary to a multiple of it before it is divided among ranks
 BLOCK = {"cpu": 128, "cuda": 16}  # tokens in a block of the KV cache
 PROCESS = 0.5  # GiB of each process besides weights, cache and activations: the ranks, a scheduler a replica, the server
+LONGEST_FOLDER = 54  # characters: a socket's path has 107, of which the server's own folder and vLLM's names take 53
 UTILIZATION = 0.92  # share of a GPU's memory that vLLM takes where it is not told
 
 
@@ -41,7 +43,7 @@ def check(model_or_config: Any = None, tensor_parallel: int = 1, **settings: Any
     ]
     if found:
         return found
-    found = [*_context(config, chosen), *_steps(chosen), *(_cores(chosen) if on_cpu() else _gpus(chosen))]
+    found = [*_context(config, chosen), *_steps(chosen), *_folder(), *(_cores(chosen) if on_cpu() else _gpus(chosen))]
     try:
         shape = architecture(config)
     except ValueError:  # of a design that is not covered here: vLLM judges it
@@ -120,6 +122,17 @@ def _steps(settings: Settings) -> list[str]:
     return [
         f"max_num_batched_tokens is {settings.max_num_batched_tokens:,}, less than a token for each of {sequences:,} requests "
         f"in a step; give max_num_seqs={settings.max_num_batched_tokens} or fewer too"
+    ]
+
+
+def _folder() -> list[str]:
+    """Whether the sockets through which vLLM's processes talk can have a path in the folder for temporary files."""
+    folder = tempfile.gettempdir()
+    if len(folder) <= LONGEST_FOLDER:
+        return []
+    return [
+        f"the folder for temporary files, {folder}, has a path of {len(folder)} characters; vLLM's sockets below it leave "
+        f"room for {LONGEST_FOLDER}; right: TMPDIR=/tmp before Python starts"
     ]
 
 
