@@ -185,9 +185,8 @@ def _by_predicate(case: Case) -> Diagnosis | None:
     for fault in sorted(faults(), key=lambda fault: SAYS.index(fault.says)):
         evidence = PREDICATES[fault.predicate](case) if fault.predicate else ()
         if evidence:
-            odd = case.mismatch.odd if case.mismatch else None
-            ranks = {case.error.rank} if case.error and case.error.rank is not None else case.absent or ({odd} - {None})
-            return _named(fault, evidence, tuple(sorted(r for r in ranks if r is not None)))
+            one = case.error.rank if case.error else case.mismatch.odd if case.mismatch else None
+            return _named(fault, evidence, (one,) if one is not None else tuple(sorted(case.absent)))
     return None
 
 

@@ -40,7 +40,7 @@ class Case:
     def busy(self, rank: int) -> bool:
         """Whether the rank was in code of its own, not in an operation, when the job was ended."""
         stack = self.error.stacks.get(rank) if isinstance(self.error, RanksHung) and rank not in self.error.waiting else None
-        return bool(stack) and not stack[-1].startswith(IN_TORCH)
+        return bool(stack and not stack[-1].startswith(IN_TORCH))
 
     def returned(self, rank: int) -> bool:
         """Whether the function had returned on that rank."""

@@ -137,8 +137,8 @@ def _search(reading: Reading, before: str, block: str, offset: int, last: bool) 
                 if rank is not None and len(sighting.ranks) < MOST_RANKS:
                     sighting.ranks.add(rank)
     _note_exceptions(reading, text, seen, line_at)
-    if reading.failed_rank is None and "Root Cause" in text and (match := _FAILED_RANK.search(text)):
-        reading.failed_rank = int(match[1])
+    if reading.failed_rank is None and "Root Cause" in text and (summary := _FAILED_RANK.search(text)):
+        reading.failed_rank = int(summary[1])
     if not reading.trouble:
         first = min((at for word in _TROUBLE if (at := text.find(word, seen)) >= 0), default=-1)
         reading.trouble = _short(line_at(first)) if first >= 0 else ""
