@@ -59,9 +59,7 @@ class Candidate:
         return described(self.layout, self.workload, bool(self.offloaded))
 
     def __repr__(self) -> str:
-        return (
-            f"{self.name}: {self.memory.peak / 2**30:.1f} GiB, {_seconds(self.seconds)}, {self.tokens_per_second:,.0f} tokens/s"
-        )
+        return f"{self.name}: {_gib(self.memory.peak)}, {_seconds(self.seconds)}, {self.tokens_per_second:,.0f} tokens/s"
 
 
 @dataclass(frozen=True)
