@@ -33,6 +33,7 @@ _MODULES = (
     "diagnosis",
     "equivalence",
     "exercises",
+    "flight_recorder",
     "grouping",
     "hardware",
     "launching",

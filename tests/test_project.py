@@ -31,6 +31,7 @@ PUBLIC = {
     "equivalence",
     "exercises",
     "export_job",
+    "flight_recorder",
     "grouping",
     "hardware",
     "hint",
@@ -102,7 +103,7 @@ FLOORS = [
         "serving",
         "two_nodes",
     },
-    {"equivalence", "diagnosis", "claims", "exercises"},
+    {"equivalence", "diagnosis", "flight_recorder", "claims", "exercises"},
     {"plots", "widgets"},
 ]
 
