@@ -23,19 +23,32 @@ if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
 # Waits for its standard input to end. Where its owner was killed, nothing stood there: then it gives the server's process group
-# a while to end and kills what is left of it. Removes the server's folder, and shared memory that is called after a file in it.
+# a while to end. Kills what is left of the group, Python's resource trackers last, since they free shared memory when all others
+# have ended. Removes the server's folder, and shared memory that is called after a file in it.
 _GUARD = """
 import glob, os, shutil, sys, time
 group, folder, grace = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-if not sys.stdin.read():
-    end = time.monotonic() + grace
-    try:
-        while time.monotonic() < end:
+def ends_within(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
             os.killpg(group, 0)
-            time.sleep(0.1)
-        os.killpg(group, 9)
-    except (ProcessLookupError, PermissionError):
-        pass
+        except OSError:
+            return True
+        time.sleep(0.1)
+if not ends_within(0.05 if sys.stdin.read() else grace):
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        try:
+            with open("/proc/" + pid + "/cmdline", "rb") as line:
+                if os.getpgid(int(pid)) == group and b"resource_tracker" not in line.read():
+                    os.kill(int(pid), 9)
+        except OSError:
+            pass
+    if not ends_within(3):
+        try:
+            os.killpg(group, 9)
+        except OSError:
+            pass
 for name in os.listdir(folder):
     for left in glob.glob("/dev/shm/" + glob.escape(name) + "*") if len(name) > 30 else ():
         os.remove(left)
@@ -90,9 +103,9 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
         for child in psutil.wait_procs(children, timeout=1)[1]:
-            child.kill()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # what was started meanwhile
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if os.getpgid(child.pid) != self.pid:  # those of the server's own group end with it, see the guard
+                    child.kill()
 
 
 @contextmanager
@@ -121,7 +134,9 @@ def started(
         )
         server, grace = ServerProcess(process, url, output.name), HASTE
         guard = subprocess.Popen(
-            [sys.executable, "-ISc", _GUARD, str(process.pid), folder, str(HASTE)], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-ISc", _GUARD, str(process.pid), folder, str(3 * HASTE)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
         )
         try:
             _wait_until_ready(server, path, timeout, watch)

@@ -8,14 +8,23 @@ import sys
 import httpx
 import psutil
 import pytest
-from launch_support import wait_until
+from launch_support import running, wait_until
 
-from helpers.server_process import free_port, started
+from helpers.server_process import NotReady, free_port, started
 
 SERVE = """
 import http.server, subprocess, sys, tempfile
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("child", child.pid, tempfile.mkdtemp(), flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+STUBBORN = """
+import http.server, os, pathlib, signal, subprocess, sys, tempfile
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+name = pathlib.Path(tempfile.mkdtemp(prefix="stubborn-server-that-shares-memory-")).name
+pathlib.Path("/dev/shm", name + "-0").touch()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(name, os.getpid(), flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler).serve_forever()
 """
 OWNER = """
@@ -73,3 +82,38 @@ def test_it_ends_when_its_owner_is_killed(tmp_path):
             return True
 
     wait_until(silent, "the server has ended")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is looked for where Linux has it")
+def test_a_server_that_does_not_end_is_killed_with_its_group_when_its_owner_is(tmp_path):
+    port = free_port()
+    surroundings = {**os.environ, "TMPDIR": str(tmp_path)}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, STUBBORN, str(port)], stdout=subprocess.PIPE, text=True, env=surroundings
+    )
+    with owner:
+        assert owner.stdout.readline() == "up\n"
+        log = next(tmp_path.glob("server-*/log")).read_text()
+        name, pid = log.split()[0], int(log.split()[1])
+        assert os.path.exists(f"/dev/shm/{name}-0")
+        family = [psutil.Process(pid), *psutil.Process(pid).children()]
+        assert len(family) == 2
+        assert owner.wait(60) == -signal.SIGKILL
+    wait_until(lambda: not any(running(process) for process in family), "the server and its child are gone")
+    wait_until(lambda: list(tmp_path.iterdir()) == [], "its folder is gone")
+    assert not os.path.exists(f"/dev/shm/{name}-0"), "what is called after a file of its folder goes too"
+
+
+def test_what_watches_a_start_may_end_it():
+    sleeper = [sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(600)"]
+
+    def watch(server):
+        if "loading" in server.log():
+            raise NotReady("it has loaded long enough", server.log())
+
+    with (
+        pytest.raises(NotReady, match="long enough:\nloading") as failure,
+        started(sleeper, f"http://127.0.0.1:{free_port()}", watch=watch),
+    ):
+        pass
+    assert failure.value.log == "loading\n"
