@@ -59,10 +59,13 @@ def measure(config: Any = None, *, ranks: int = 2, sequence: int = 64, batches: 
         for op in _OPERATIONS
         if ranks > 1 and (op, _SIZES[0]) in found
     ]
-    bandwidth = found["bytes updated", 0] / found["update", 0]
+    for part in ("update", "update of shards"):
+        rates.append((part, found[f"bytes of {part}", 0], found[f"bytes of {part}", 0] / found[part, 0]))
+    bandwidth = rates[-2][2]
     here = Hardware(run.machine, machine.memory() / 1e9, bandwidth / 1e9, bandwidth / 1e9)
+    largest = max(rate for part, _, rate in rates if part == "layer")
     return Machines(
-        here, ranks, ranks, matmul_flops=max(rate for _, _, rate in rates), memory_bandwidth=bandwidth, bus_bandwidth=bandwidth,
+        here, ranks, ranks, matmul_flops=largest, memory_bandwidth=bandwidth, bus_bandwidth=bandwidth,
         inter_bandwidth=bandwidth, host_bandwidth=bandwidth, memory_bytes=machine.memory() // ranks, efficiency=1.0,
         kernel_seconds=found["kernel", 0], overlaps=run.device != "cpu", rates=tuple(rates), links=tuple(links),
     )  # fmt: skip
@@ -89,9 +92,9 @@ def _on_each_rank(config: Any, tp: int, sequence: int, batches: list[int]) -> di
     with torch.no_grad():
         one, deeper = (_middle(partial(model, input_ids=token, use_cache=False)) for model in (shallow, deep))
     found["kernel", 0] = max(deeper - one, 0.0) / (_DEEP - 1) / KERNELS[False]
-    optimizer = torch.optim.AdamW(deep.parameters())
-    found["update", 0] = _middle(optimizer.step)
-    found["bytes updated", 0] = 4 * 7 * sum(each.numel() for each in deep.parameters())
+    for part, model in (("update", deep), ("update of shards", cut_deep)):
+        found[part, 0] = _middle(torch.optim.AdamW(model.parameters()).step)
+        found[f"bytes of {part}", 0] = 4 * 7 * sum(each.numel() for each in model.parameters())
     for size in _SIZES if dist.get_world_size() > 1 else ():
         for op, work in _collectives(size).items():
             found[op, size] = _middle(work)

@@ -18,7 +18,7 @@ def found():
 
 
 def test_every_part_and_collective_is_measured(found):
-    assert [part for part, _, _ in found.rates] == ["layer", "shard", "head"] * 2
+    assert [part for part, _, _ in found.rates] == [*["layer", "shard", "head"] * 2, "update", "update of shards"]
     assert all(flops > 0 and rate > 0 for _, flops, rate in found.rates)
     assert {op for op, _, _ in found.links} == {"all_reduce", "all_gather", "reduce_scatter", "send"}
     assert found.gpus == 2

@@ -40,7 +40,8 @@ class Machines:
     efficiency: share of those rates that a training code keeps up (the middle one of four codes, tools/predict_report.py).
     overlaps: whether collectives run beside computing.
     rates: measured (part, FLOPs of its forward pass, FLOP/s); part is "layer", "shard" (of a layer under tensor parallelism) or
-        "head"; they count for everything in it, forward and backward, and replace matmul_flops.
+        "head"; they count for everything in it, forward and backward, and replace matmul_flops. Of the parts "update" and
+        "update of shards" it is (part, bytes, B/s).
     links: measured (operation, ranks, Link); they replace bandwidths.
     """
 

@@ -118,7 +118,7 @@ def step_time(
         pipeline_bubble=others,
         pipeline_exchange=waits["pp"] * passes,
         data_parallel=_exposed(held, moved, computing, machines),
-        update=_update_bytes(held) / machines.memory_bandwidth,
+        update=_update_seconds(held, machines),
         offload=offloaded / machines.host_bandwidth,
         tokens=workload.batch * workload.sequence * passes * layout.dp,
         gpus=layout.ranks,
@@ -189,7 +189,7 @@ def _stage_seconds(rank: Rank, machines: Machines) -> Passes:
     for kind, count in sparse.items():
         layer = next(each for each in rank.layers if rank.shape.is_sparse(each) is kind)
         total += layer_seconds(rank, layer, machines) * count
-    if rank.workload.micro_batches > 1:
+    if rank.workload.micro_batches > 1 and not machines.rates:  # what is measured has added them
         added = sum(rank.elements(rank.held)) * (2 * rank.width.gradient + rank.width.compute)
         total += Passes(backward=added / machines.memory_bandwidth)
     return total
@@ -230,10 +230,12 @@ def _exposed(rank: Rank, moved: list[Exchange], computing: Passes, machines: Mac
     return sum(shown.values()) + times["update"]
 
 
-def _update_bytes(rank: Rank) -> float:
-    """Bytes that the optimiser reads and writes on one rank."""
+def _update_seconds(rank: Rank, machines: Machines) -> float:
+    """Seconds of the optimiser on one rank: bytes that it reads and writes over a measured bandwidth or the memory's."""
+    part = "update of shards" if rank.layout.tp > 1 else "update"
+    bandwidth = next((rate for name, _, rate in machines.rates if name == part), machines.memory_bandwidth)
     layout, width = rank.layout, rank.width
     moments = {"adamw": 4.0 * width.moment, "adamw8bit": 4.0, "sgd": 0.0, "momentum": 8.0}[rank.workload.optimizer]
     kept = 2 * width.master if width.master else width.weight
     shard = layout.shards if layout.zero else 1
-    return sum(rank.elements(rank.held)) / shard * (width.gradient + moments + kept + width.weight)
+    return sum(rank.elements(rank.held)) / shard * (width.gradient + moments + kept + width.weight) / bandwidth
