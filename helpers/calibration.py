@@ -50,9 +50,9 @@ def measure(config: Any = None, *, ranks: int = 2, sequence: int = 64, batches: 
     rates = []
     for batch in batches:
         workload = Workload(batch, sequence)
-        whole, part = rank_of(shape, workload, None), rank_of(shape, workload, Layout(tp=tp))
+        whole, cut = rank_of(shape, workload, None), rank_of(shape, workload, Layout(tp=tp))
         rates.append(("layer", layer_flops(whole, 0), 3 * layer_flops(whole, 0) / found["layer", batch]))
-        rates.append(("shard", layer_flops(part, 0), 3 * layer_flops(part, 0) / found["shard", batch]))
+        rates.append(("shard", layer_flops(cut, 0), 3 * layer_flops(cut, 0) / found["shard", batch]))
         rates.append(("head", head_flops(whole), 3 * head_flops(whole) / found["head", batch]))
     links = [
         (op, ranks, fit_link(_SIZES, [found[op, size] for size in _SIZES]))

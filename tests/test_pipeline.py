@@ -187,7 +187,6 @@ def test_a_thousand_layers_are_cut_too():
     assert pipeline.balance([0] + [1] * 1000 + [0], 100) == [range(start, start + 10) for start in range(0, 1000, 10)]
 
 
-
 def test_what_cannot_be_cut_is_refused():
     model, _ = models.load("tiny-ernie", weights="random")
     with pytest.raises(ValueError, match="together they must be the layers 0 to 3"):

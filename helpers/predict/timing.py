@@ -19,7 +19,7 @@ computing.py miss.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -217,7 +217,7 @@ def _wait(moved: list[Exchange], layout: Layout, machines: Machines, axis: str) 
 def _exposed(rank: Rank, moved: list[Exchange], computing: Passes, machines: Machines) -> float:
     """Seconds of data parallelism that aren't hidden behind computing."""
     layout, passes = rank.layout, rank.workload.micro_batches
-    times: Counter[str] = Counter()
+    times: defaultdict[str, float] = defaultdict(float)
     for each in moved:
         if each.axis == "dp":
             times[each.when] += _seconds(each, layout, machines)

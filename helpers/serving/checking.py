@@ -71,7 +71,7 @@ def kv_cache_bytes(config: Any, settings: Settings) -> int | None:
         each = kv_bytes_per_token(config, precision=precision(config, settings.dtype), tp=settings.tensor_parallel)
     except ValueError:
         return GIB
-    longest = settings.max_model_len or getattr(config, "max_position_embeddings", 0)
+    longest = settings.max_model_len or int(getattr(config, "max_position_embeddings", 0))
     return max(GIB, each * _whole_blocks(longest))
 
 
@@ -183,7 +183,7 @@ def _room(shape: Architecture, config: Any, settings: Settings) -> list[str]:
     """One request of the longest length against the cache, and all that is asked for against what is free."""
     kind = precision(config, settings.dtype)
     asked = kv_cache_bytes(config, settings)
-    longest = settings.max_model_len or getattr(config, "max_position_embeddings", 0)
+    longest = settings.max_model_len or int(getattr(config, "max_position_embeddings", 0))
     sequences, batched = settings.max_num_seqs or 128, settings.max_num_batched_tokens or 2048
     workload = Workload(min(sequences, batched), 1, training=False, precision=kind, batched_tokens=batched, implementation="vllm")
     rank = memory(shape, workload, Layout(tp=settings.tensor_parallel)).peak

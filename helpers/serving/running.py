@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 
-from helpers import model_files, models
+from helpers import machine, model_files, models
 from helpers.server_process import NotReady, ServerProcess, free_port, started
 from helpers.serving import checking, reading
-from helpers.serving.settings import Settings, available, command, shell
+from helpers.serving.settings import Settings, available, command, on_cpu, shell
 
 SAMPLED = 0.2  # seconds between two looks at the batch
 DYING = 8.0  # seconds in which a server whose engine has failed ends by itself
@@ -129,7 +129,9 @@ def serve(
     flags = chosen.flags(checking.kv_cache_bytes(config, chosen), checking.precision(config, chosen.dtype))
     words, variables = command(place, name, port, flags), chosen.variables()
     line = shell(words, variables)
-    progress = _Progress(line, show)
+    crowded = on_cpu() and chosen.ranks > machine.cores()
+    note = f"\n{chosen.ranks} ranks on {machine.cores()} cores: timings oversubscribed" if crowded else ""
+    progress = _Progress(line + note, show)
     url, begin = f"http://127.0.0.1:{port}", time.monotonic()
     with ExitStack() as stack:
         try:
