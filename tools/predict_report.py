@@ -124,7 +124,7 @@ def figure(found: Sequence[Line]) -> style.Figure:
         axes.plot(ends, ends, color=style.GREY, linewidth=1)
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel=f"published, {unit}", ylabel="predicted")
         half = statistics.median(abs(line.error or 0) for line in lines)
-        axes.set_title(f"{name}: half within {half:.1%}", fontsize=9, loc="left")
+        axes.set_title(f"{name}: half within {half:.1%}", fontsize=8, loc="left")
         axes.legend(fontsize=7, loc="upper left", handletextpad=0.1)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(LogLocator(subs=(1.0, 3.0) if max(values) < 1000 * min(values) else (1.0,), numticks=5))
