@@ -393,6 +393,14 @@ def test_a_timeline_says_who_did_what_and_where_it_ran():
     assert plots.timeline(run, title="Rank 1 comes late").get_suptitle() == "Rank 1 comes late"
 
 
+def test_the_name_of_a_region_stands_beside_those_within_it():
+    inner = (Region(0, "load", 0.0, 4.0), Region(0, "part", 1.0, 2.0))
+    run = run_of(BOTH, record(0, 0, 9.0, 10.0), record(1, 0, 9.0, 10.0), regions=(Region(0, "step", 0.0, 10.0), *inner))
+    places = {text.get_text(): text.get_position()[0] for text in plots.timeline(run).axes[0].texts}
+    assert places["step"] == pytest.approx(7.0)  # the middle of 4 to 10
+    assert places["load"] == pytest.approx(3.0)  # the middle of 2 to 4
+
+
 def test_the_lanes_are_drawn_where_the_states_are():
     figure = plots.timeline(run_of([(10.0, 10.016), (10.0, 10.016)], record(0, 0, 10.002, 10.01), record(1, 0, 10.007, 10.01)))
     idle = next(

@@ -113,6 +113,11 @@ def timeline(run: Run, title: str | None = None) -> Figure:
     return figure
 
 
+def _is_within(inner: Any, outer: Any) -> bool:
+    """Whether one region lies in another, longer one."""
+    return outer.start <= inner.start and inner.end <= outer.end and inner.end - inner.start < outer.end - outer.start
+
+
 def _draw_regions(axes: Any, run: Run, origin: float, factor: float) -> None:
     """A band for each region above its rank's lane, with its name where that fits."""
     names = list(dict.fromkeys(region.name for region in run.regions))
@@ -123,8 +128,15 @@ def _draw_regions(axes: Any, run: Run, origin: float, factor: float) -> None:
         axes.broken_barh(
             [(start, width)], (region.rank - 0.45, 0.22), facecolor=color, alpha=0.45, edgecolor="black", linewidth=0.5
         )
-        if region.end - region.start > least * len(region.name):
-            axes.text(start + width / 2, region.rank - 0.34, region.name, ha="center", va="center", fontsize=7)
+        within = sorted((o.start, o.end) for o in run.regions if o.rank == region.rank and _is_within(o, region))
+        gaps, reached = [], region.start  # what lies beside those
+        for begin, end in [*within, (region.end, region.end)]:
+            gaps.append((reached, begin))
+            reached = max(reached, end)
+        left, right = max(gaps, key=lambda gap: gap[1] - gap[0])
+        if right - left > least * len(region.name):
+            middle = ((left + right) / 2 - origin) * factor
+            axes.text(middle, region.rank - 0.34, region.name, ha="center", va="center", fontsize=7)
 
 
 def _met(collectives: tuple[Collective, ...]) -> dict[int, float]:
