@@ -32,7 +32,7 @@ def side_by_side(repeats: int) -> Findings:
 
     def figures(name: str, latencies: list[float], tokens: int, seconds: float, found: list[str]) -> dict[str, float]:
         speeds.setdefault(name, []).append(tokens / seconds)
-        equal.setdefault(name, []).append(sum(a == b for a, b in zip(found, texts, strict=True)))
+        equal.setdefault(name, []).append(sum(a.strip() == b.strip() for a, b in zip(found, texts, strict=True)))
         return {f"{name}, p{percent}": float(numpy.percentile(latencies, percent)) for percent in PERCENTILES}
 
     def plain_loop() -> dict[str, float]:
