@@ -221,6 +221,7 @@ def test_fp16_hook_halves_the_bytes():
 
 def test_powersgd_moves_the_two_factors_and_the_biases():
     def job():
+        from torch import distributed
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
         from torch.nn.parallel import DistributedDataParallel
 
@@ -229,6 +230,7 @@ def test_powersgd_moves_the_two_factors_and_the_biases():
         model.register_comm_hook(state, powersgd.powerSGD_hook)
         for _ in range(4):
             step(model)
+        distributed.barrier()  # the callbacks' operations are over, and noted, on every rank
 
     run = launch(job, ranks=2)
     check_times(run)

@@ -72,12 +72,12 @@ def callbacks(case: Case) -> Evidence:
 
 
 def uneven(case: Case) -> Evidence:
-    """The absent rank has passed the awaited line before, only less often, and has left: its loop was shorter."""
+    """The absent rank has passed the awaited line before, only less often, and has returned: its loop was shorter."""
     count = dict.fromkeys(range(case.run.ranks), 0)
     lines = {(c.source, c.op) for c in case.awaited}
     for collective in case.run.collectives:
         count[collective.rank] += (collective.source, collective.op) in lines
-    if not any(count[rank] and case.elsewhere(rank) for rank in case.absent):
+    if not any(count[rank] and case.returned(rank) for rank in case.absent):
         return ()
     times = ", ".join(f"rank {rank} {count[rank]} times" for rank in sorted(count))
     return (str(case.mismatch), f"operations issued from that line: {times}")
