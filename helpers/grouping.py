@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from helpers.predict.architecture import architecture
+from helpers.predict.layout import divisors
 from helpers.predict.traffic import traffic
 from helpers.topology import Topology, topology
 
@@ -89,7 +90,7 @@ class GroupLayout:
                 f"{list(self.groups('tp')[0])}. Right, outer to inner: {', '.join(ORDER)}"
             )
         if split:
-            fits = [size for size in _divisors(self.ranks_per_node) if self.world // self.sizes["pp"] % size == 0]
+            fits = [size for size in divisors(self.ranks_per_node) if self.world // self.sizes["pp"] % size == 0]
             found.append(
                 f"TP crosses hosts: the ranks {list(split[0])} are on hosts {sorted({self.host(rank) for rank in split[0]})}, "
                 f"and each layer waits for their link. Right: tp last, and tp one of {', '.join(map(str, fits))} for "
@@ -136,7 +137,7 @@ def layout(
     if world % (tp * pp):
         raise ValueError(
             f"tp · pp is {tp} · {pp} = {tp * pp}, which does not divide the {world} ranks: some would have no group. "
-            f"Right for pp={pp}: tp one of {', '.join(map(str, _divisors(world // math.gcd(world, pp)))) or 'none'}"
+            f"Right for pp={pp}: tp one of {', '.join(map(str, divisors(world // math.gcd(world, pp)))) or 'none'}"
         )
     if dp not in (None, world // (tp * pp)):
         raise ValueError(
@@ -147,13 +148,9 @@ def layout(
     return GroupLayout(world, {"pp": pp, "dp": world // (tp * pp), "tp": tp}, tuple(order), ranks_per_node or world)
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
 def _model_problems(shape: Any, tp: int, pp: int) -> list[str]:
     found = []
-    valid = ", ".join(str(size) for size in _divisors(shape.kv_heads) if shape.heads % size == 0)
+    valid = ", ".join(str(size) for size in divisors(shape.kv_heads) if shape.heads % size == 0)
     if shape.heads % tp or shape.kv_heads % tp:
         found.append(
             f"heads: tp={tp} must divide {shape.heads} attention heads and {shape.kv_heads} key-value heads, or a rank gets a "

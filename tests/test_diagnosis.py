@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from notebook_files import course_notebooks, read
 
 import helpers
-from helpers import LaunchError, RankFailed, Run, diagnose, diagnosis
+from helpers import LaunchError, RankFailed, RanksHung, Run, diagnose, diagnosis
 from helpers.diagnosis import catalogue, reading
 from helpers.diagnosis.predicates import PREDICATES
 from helpers.launching import errors
@@ -391,3 +391,25 @@ def test_an_operation_that_nobody_met_in_a_job_that_returned():
     assert (found.fault, found.ranks, found.healthy) == ("collective-conditional", (1,), False)
     unequal = Run(2, "cpu", "gloo", collectives=(made(0, 0, "a"), made(1, 0, "a", op="barrier", size=0)), spans=run.spans)
     assert diagnose(unequal).fault == "collective-op"
+
+
+def hung(*collectives, ended=()):
+    """A job of two ranks that hung after 3 s in what has no end; the ranks in `ended` had returned."""
+    spans = [(0.0, 1.0 if rank in ended else None) for rank in range(2)]
+    run = Run(2, "cpu", "gloo", collectives=collectives, spans=spans)
+    waiting = {c.rank: c for c in collectives if c.end is None}
+    return RanksHung("job did not return within 3 s", None, run, waiting, {}, None, 3.0)
+
+
+def test_operations_of_a_hook_that_do_not_match():
+    """As PowerSGD leaves them: issued by a callback's thread, so without a line, on one rank more or of another size."""
+    met = [made(rank, 0, None) for rank in range(2)]
+    assert diagnose(hung(*met, made(0, 1, None, size=2048, end=None))).fault == "hook-order"
+    assert diagnose(hung(*met, made(0, 1, None, size=2048, end=None), made(1, 1, None, size=64, end=None))).fault == "hook-order"
+
+
+def test_batches_are_uneven_only_where_the_rank_has_returned():
+    line = "cell 1, line 5: loss.backward()"
+    issued = [made(0, 0, line), made(1, 0, line), made(0, 1, line, end=None)]
+    assert diagnose(hung(*issued, ended=[1])).fault == "uneven-batches"
+    assert diagnose(hung(*issued)).fault != "uneven-batches"

@@ -69,7 +69,7 @@ def orders(found: Sequence[Line]) -> list[dict[str, Any]]:
     for line in found:
         row = rows[line.id]
         if line.metric in ("step_time", "tokens_per_s_per_gpu") and line.predicted:
-            key = (line.id.split("-")[0], row["model"], row["gpu_type"], row["gpus"])
+            key = (published.source_of(line.id), row["model"], row["gpu_type"], row["gpus"])
             sign = 1 if line.metric == "step_time" else -1
             groups.setdefault(key, []).append((line.predicted**sign, line.published**sign, line.id))
     result = []
@@ -115,7 +115,7 @@ def figure(found: Sequence[Line]) -> style.Figure:
     for place, (name, (metrics, unit)) in enumerate(PANELS.items(), 1):
         axes = made.add_subplot(2, 3, place)
         lines = [line for line in found if line.group and line.metric in metrics]
-        for number, source in enumerate(dict.fromkeys(line.id.split("-")[0] for line in lines)):
+        for number, source in enumerate(dict.fromkeys(published.source_of(line.id) for line in lines)):
             points = [_point(line) for line in lines if line.id.startswith(f"{source}-")]
             look = {"color": style.PALETTE[number], "marker": style.MARKERS[number], "linestyle": "", "markersize": 5}
             axes.plot(*zip(*points, strict=True), label=source, alpha=0.8, **look)
@@ -164,7 +164,7 @@ def as_json(found: Sequence[Line]) -> dict[str, Any]:
     told = []
     for line in found:
         row, plain = rows[line.id], asdict(line)
-        plain |= {"predicted": _rounded(line.predicted), "error": _rounded(line.error), "source": line.id.split("-")[0]}
+        plain |= {"predicted": _rounded(line.predicted), "error": _rounded(line.error), "source": published.source_of(line.id)}
         told.append(plain | {"model": row["model"].split(" (")[0], "gpus": row["gpus"], "gpu": row["gpu_type"]})
     limited = {
         name: {"rows": count, "median": _rounded(median), "largest": _rounded(largest), "limit": LIMITS.get(name)}

@@ -64,6 +64,11 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def source_of(id: str) -> str:
+    """Return the short name of the source that an id begins with."""
+    return id.split("-")[0]
+
+
 def value(id: str) -> float:
     """Return what the row of that id publishes."""
     return next(float(row["value"]) for row in rows() if row["id"] == id)
@@ -140,7 +145,7 @@ def memory_lines() -> Iterator[Line]:
     """Yield every row about memory with its prediction."""
     found_rows = {row["id"]: row for row in rows() if row["kind"] in ("memory", "kvcache")}
     for row in found_rows.values():
-        metric, config, prefix = row["metric"], model_config(row), row["id"].split("-")[0]
+        metric, config, prefix = row["metric"], model_config(row), source_of(row["id"])
         group, predicted, reason = "", None, APART.get(metric, "")
         if config is None:
             yield line(row, "", None, f"{reason}; an encoder, no causal language model")

@@ -39,7 +39,7 @@ REASONS = {
 
 def machines_of(row: dict[str, str]) -> Machines | None:
     """Return the machines of a row: its GPU's figures, and what the row says of its memory and network."""
-    prefix = row["id"].split("-")[0]
+    prefix = published.source_of(row["id"])
     if prefix not in GPUS:
         return None
     found = predict.machines(GPUS[prefix], int(row["gpus"]))
@@ -66,20 +66,23 @@ def step(row: dict[str, str], efficiency: float | None = None) -> predict.StepTi
     )
 
 
+def tokens_of(row: dict[str, str]) -> int:
+    """Return the tokens of a training step of all replicas."""
+    workload = published.workload_of(row)
+    return workload.batch * workload.sequence * workload.micro_batches * published.layout_of(row).dp
+
+
 def seconds_of(row: dict[str, str]) -> float:
     """Return the published seconds of a training step."""
     value = float(row["value"])
     if row["metric"] == "step_time":
         return value
-    workload, layout = published.workload_of(row), published.layout_of(row)
-    return workload.batch * workload.sequence * workload.micro_batches * layout.dp / (value * layout.ranks)
+    return tokens_of(row) / (value * published.layout_of(row).ranks)
 
 
 def operations(row: dict[str, str]) -> float:
     """Return a step's operations up to a factor: what "smallest row" means."""
-    workload, layout = published.workload_of(row), published.layout_of(row)
-    tokens = workload.batch * workload.sequence * workload.micro_batches * layout.dp
-    return tokens * predict.architecture(published.model_config(row)).parameter_count
+    return tokens_of(row) * predict.architecture(published.model_config(row)).parameter_count
 
 
 def efficiency_of(row: dict[str, str]) -> float:
@@ -96,13 +99,13 @@ def training() -> Iterator[Line]:
     rows = [row for row in published.rows() if row["metric"] in ("step_time", "tokens_per_s_per_gpu", "mfu", "samples_per_s")]
     smallest: dict[str, dict[str, str]] = {}
     for row in rows:
-        prefix = row["id"].split("-")[0]
+        prefix = published.source_of(row["id"])
         if row["metric"] != "mfu" and prefix in GPUS:
             best = smallest.setdefault(prefix, row)
             smallest[prefix] = min(best, row, key=lambda each: (operations(each), int(each["gpus"])))
     shares = {prefix: efficiency_of(row) for prefix, row in smallest.items()}
     for row in rows:
-        prefix = row["id"].split("-")[0]
+        prefix = published.source_of(row["id"])
         if prefix not in GPUS:
             yield published.line(row, "", None, REASONS[prefix])
             continue
@@ -118,14 +121,9 @@ def training() -> Iterator[Line]:
 
 def model_operations(row: dict[str, str]) -> float:
     """Operations of a step as Korthikanti et al. count them for utilisation: all attention scores, nothing run again."""
-    shape, workload, layout = (
-        predict.architecture(published.model_config(row)),
-        published.workload_of(row),
-        published.layout_of(row),
-    )
-    tokens = workload.batch * workload.sequence * workload.micro_batches * layout.dp
-    h, s = shape.hidden, workload.sequence
-    return 72 * tokens * shape.layers * h * h * (1 + s / (6 * h) + shape.vocabulary / (12 * h * shape.layers))
+    shape = predict.architecture(published.model_config(row))
+    h, s = shape.hidden, published.workload_of(row).sequence
+    return 72 * tokens_of(row) * shape.layers * h * h * (1 + s / (6 * h) + shape.vocabulary / (12 * h * shape.layers))
 
 
 def decoding() -> Iterator[Line]:
@@ -160,7 +158,7 @@ def collectives() -> Iterator[Line]:
     rows = [row for row in published.rows() if row["kind"] == "collective"]
     issuing = {}
     for row in rows:
-        prefix, machines = row["id"].split("-")[0], machines_of(row)
+        prefix, machines = published.source_of(row["id"]), machines_of(row)
         op = re.search(r"collective=(\w+)", row["other"]).group(1)  # type: ignore[union-attr]
         stated = re.search(r"size_bytes=(\d+)", row["other"])
         size = int(stated.group(1)) if stated else 256 * 2**20

@@ -21,8 +21,8 @@ from xml.etree import ElementTree
 
 import lint_notebooks
 from notebook_files import ROOT, SANITIZE_RULES, execution_environment, named_or_all, read
+from publish import CELL_SECONDS
 
-CELL_SECONDS = 300  # a start of vLLM takes half a minute on cores to itself, and more beside other work
 PROMISE = re.compile(r"about (\d+) s of machine time")  # in the first cell, for two cores to itself
 PROMISED_SECONDS = 60  # where the first cell says nothing
 SLOWEST_CELLS = 5

@@ -9,7 +9,6 @@ from helpers.diagnosis.sequences import Mismatch
 from helpers.launching import LaunchError, RankDied, RankFailed, RanksHung, Run, waits
 from helpers.measuring.records import Collective
 
-IN_TORCH = "torch/distributed/"  # how the innermost entry of a stack begins where a rank waits for others
 LONG = 0.25  # of the timeout: for how long others have waited for a rank before it is held to be stuck
 Evidence = tuple[str, ...]
 
@@ -40,7 +39,7 @@ class Case:
     def busy(self, rank: int) -> bool:
         """Whether the rank was in code of its own, not in an operation, when the job was ended."""
         stack = self.error.stacks.get(rank) if isinstance(self.error, RanksHung) and rank not in self.error.waiting else None
-        return bool(stack and not stack[-1].startswith(IN_TORCH))
+        return bool(stack and not stack[-1].startswith(waits.IN_TORCH))
 
     def returned(self, rank: int) -> bool:
         """Whether the function had returned on that rank."""

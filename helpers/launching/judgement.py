@@ -18,7 +18,6 @@ _MEANING = {
     "SIGSEGV": " (a crash in compiled code)",
     "SIGABRT": " (compiled code gave up: its last lines say why)",
 }
-_IN_TORCH = "torch/distributed/"  # how the innermost entry of a stack begins where a rank waits for others
 
 
 def judge(job: Job, run: Run) -> None:
@@ -138,7 +137,7 @@ def _raise_hung(job: Job, run: Run, hung: dict[str, Any]) -> NoReturn:
     stuck = set(hung["ranks"])
     stacks = {number: _stack(job, number) for number in hung["ranks"]}
     waiting = {number: issued for number, issued in waits.in_flight(run.collectives).items() if number in stuck}
-    blocked = waiting.keys() | {number for number, stack in stacks.items() if stack and stack[-1].startswith(_IN_TORCH)}
+    blocked = waiting.keys() | {number for number, stack in stacks.items() if stack and stack[-1].startswith(waits.IN_TORCH)}
     row = waits.first_difference(run.collectives)
     if hung["while_in"] == "join":
         missing = {number for number in range(run.ranks) if job.started[number] is None}

@@ -12,6 +12,7 @@ from helpers.measuring import sources
 from helpers.measuring.records import Collective
 
 PAIRWISE = ("send", "recv")
+IN_TORCH = "torch/distributed/"  # how the innermost entry of a stack begins where a rank waits for others
 UNEVEN = ("gather", "scatter", "all_to_all")  # payloads that may differ from rank to rank
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')

@@ -222,7 +222,7 @@ def _named(name: str, value: Value) -> dict[str, float]:
 def _value(axes: Any, value: float, unit: str, factor: float, place: float, limits: Iterable[float]) -> None:
     """The value beside the end of its bar; on white where the line of a limit is near enough to cross it."""
     crossed = any(value <= limit <= 1.15 * value for limit in limits)
-    ground = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.3}} if crossed else {}
+    ground = {"bbox": style.ON_WHITE} if crossed else {}
     axes.annotate(f" {amount(value, unit)}", (value * factor, place), va="center", fontsize=9, **ground)
 
 

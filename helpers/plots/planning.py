@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from helpers.predict import Candidate, Plan
 
 SHOWN = 5
-_GROUND = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}
 
 
 def plan(found: Plan, title: str | None = None, footer: str = "predicted, not measured") -> Figure:
@@ -43,7 +42,7 @@ def plan(found: Plan, title: str | None = None, footer: str = "predicted, not me
                 color, hatch = style.look(names.index(name))
                 panel.barh(place, value * factor, 0.45, left=start, color=color, hatch=hatch, edgecolor="white", linewidth=0)
                 start += value * factor
-            panel.annotate(f" {amount(start / factor, unit)}", (start, place), va="center", fontsize=8, bbox=_GROUND)
+            panel.annotate(f" {amount(start / factor, unit)}", (start, place), va="center", fontsize=8, bbox=style.ON_WHITE)
         if unit == "bytes":
             panel.axvline(found.room * factor, color="black", linestyle="--", linewidth=1)
             panel.annotate(f"room {amount(found.room, unit)}", (found.room * factor, len(rows) - 0.55), fontsize=8, ha="right")
@@ -52,7 +51,7 @@ def plan(found: Plan, title: str | None = None, footer: str = "predicted, not me
         handles = style.patches({name: style.look(number) for number, name in enumerate(names)})
         style.legend_above(panel, 2, handles=handles, handlelength=1.2, columnspacing=1.0)
     for place, each in enumerate(rows):
-        name = left.annotate(each.name, (0, place - 0.28), fontsize=8, va="bottom", annotation_clip=False, bbox=_GROUND)
+        name = left.annotate(each.name, (0, place - 0.28), fontsize=8, va="bottom", annotation_clip=False, bbox=style.ON_WHITE)
         name.set_in_layout(False)
     left.set_zorder(1)  # names may reach over the right half
     left.patch.set_visible(False)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442"
 PALETTE = [BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW]
 GREY, LIGHT = "#767676", "#D9D9D9"
+ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}  # the box of a text that a line may cross
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 DASHES: list[Any] = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
 HATCHES = ["", "//", "..", "xx", "\\\\", "++", "oo"]

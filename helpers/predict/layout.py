@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from helpers.predict.architecture import FACTS
 
-__all__ = ["IMPLEMENTATIONS", "PRECISIONS", "Implementation", "Layout", "Precision", "Workload"]
+__all__ = ["IMPLEMENTATIONS", "PRECISIONS", "Implementation", "Layout", "Precision", "Workload", "divisors"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,11 @@ class Layout:
     def shards(self) -> int:
         """Ranks that ZeRO divides states over."""
         return self.dp * self.cp
+
+
+def divisors(number: int) -> list[int]:
+    """The whole numbers that divide `number`, from 1 on."""
+    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _among(what: str, value: object, choices: object) -> None:

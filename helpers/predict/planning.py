@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from helpers.predict.architecture import Architecture, architecture
-from helpers.predict.layout import IMPLEMENTATIONS, Layout, Workload
+from helpers.predict.layout import IMPLEMENTATIONS, Layout, Workload, divisors
 from helpers.predict.machines import Machines
 from helpers.predict.memory import Memory, kv_bytes_per_token, memory
 from helpers.predict.plans import Candidate, Plan, Rejection, counted, described
@@ -95,13 +95,9 @@ def _room(machines: Machines, reserve: float) -> int:
     return int((machines.memory_bytes or 0) * (1 - reserve))
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
 def _parts(machines: Machines, ascending: bool) -> list[int]:
     """How many GPUs a layout may use: divisors of all, within a host or whole hosts."""
-    whole = [each for each in _divisors(machines.gpus) if each <= machines.per_node or each % machines.per_node == 0]
+    whole = [each for each in divisors(machines.gpus) if each <= machines.per_node or each % machines.per_node == 0]
     return whole if ascending else whole[::-1]
 
 
@@ -147,8 +143,8 @@ class _Search:
     def layouts(self, ranks: int) -> Iterator[Layout]:
         """Layouts of exactly `ranks` GPUs that divide the model."""
         training, code = self.workload.training, IMPLEMENTATIONS[self.workload.implementation]
-        for tp in _divisors(ranks):
-            for pp in _divisors(ranks // tp) if training else [1]:
+        for tp in divisors(ranks):
+            for pp in divisors(ranks // tp) if training else [1]:
                 split = tp > 1 and training and code.vocabulary_parallel and self.workload.sequence % tp == 0
                 layout = Layout(dp=ranks // tp // pp, tp=tp, pp=pp, sequence_parallel=split)
                 if reasons := self.undivided(layout):
@@ -186,7 +182,7 @@ class _Search:
         if sequences % layout.dp:
             self.leave_out(_BATCH, f"{sequences:,} sequences by dp {layout.dp}")
             return
-        sizes, levers = _divisors(sequences // layout.dp), self.levers
+        sizes, levers = divisors(sequences // layout.dp), self.levers
         for place, size in enumerate(sizes):
             count = sequences // layout.dp // size
             if layout.pp > 1 and count < layout.pp:
