@@ -9,7 +9,7 @@ SET_UP = @$(PYTHON) tools/set_up.py --venv "$(VENV)"
 ON_CPU = WORKSHOP_DEVICE=cpu WORKSHOP_MODEL=tiny-ernie HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test notebooks book bench predict-report check doctor diagnose gpu-check versions vllm offline fresh clean set-up
+.PHONY: help lab test notebooks book walk bench predict-report check doctor diagnose gpu-check versions vllm offline fresh clean set-up
 
 help: ## list these commands
 	@echo "make <command>:"
@@ -29,6 +29,9 @@ notebooks: set-up ## execute the notebooks and rewrite their outputs reproducibl
 book: ## build the course as a website: build/book/html/index.html
 	$(SET_UP) dev book
 	@$(RUN) tools/book.py
+
+walk: set-up ## run every notebook in a browser as a learner does, and keep screenshots of all of it: build/walk
+	@$(ON_CPU) WORKSHOP_WALK=1 $(RUN) -m pytest tests/browser -k top_to_bottom -v --basetemp=build/walk
 
 bench: ## measure this machine: launch latency side by side with other launchers, recorder on and off
 	$(SET_UP) dev bench

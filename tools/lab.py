@@ -44,12 +44,20 @@ def settings(folder: Path, port: int, token: str, browser: bool) -> list[str]:
     ]
 
 
-def without_news(prefix: Path) -> None:
-    """Answer JupyterLab's question about news, in the project's own environment only: thirty people need not click it away."""
+DEFAULTS = {  # what JupyterLab does unless a person sets it otherwise
+    "@jupyterlab/apputils-extension:notification": {
+        "fetchNews": "false"
+    },  # asked once by everybody: thirty need not click it away
+    "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineNumbers": False, "lineWrap": True}},  # no line is cut off
+}
+
+
+def set_defaults(prefix: Path) -> None:
+    """Write `DEFAULTS` of JupyterLab, into the project's own environment only."""
     if ROOT in prefix.parents:
         path = prefix / "share" / "jupyter" / "lab" / "settings" / "overrides.d" / "parallelism_measured.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}), encoding="utf-8")
+        path.write_text(json.dumps(DEFAULTS), encoding="utf-8")
 
 
 def announce(server: ServerApp, browser: bool) -> None:
@@ -73,7 +81,7 @@ def main() -> int:
     for line in learner_notebooks.copy_new(mine=folder):
         print(line)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    without_news(Path(sys.prefix))
+    set_defaults(Path(sys.prefix))
     browser = has_screen(dict(os.environ))
     # The token is given inside this process: on a command line every user of the machine could read it.
     server = LabApp.initialize_server(argv=settings(folder, options.port, secrets.token_hex(24), browser))

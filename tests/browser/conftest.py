@@ -2,7 +2,7 @@ import os
 import shutil
 
 import pytest
-from notebook_files import write
+from notebook_files import ROOT, write
 from notebook_source import to_notebook
 
 STOP = """# %% id="setup"
@@ -51,7 +51,11 @@ def lab(executable, tmp_path_factory):
     """JupyterLab on copies of the course's notebooks and one of the tests' own."""
     from workshop import workshop
 
-    folder = tmp_path_factory.mktemp("mine")
+    course = tmp_path_factory.mktemp("course")
+    for beside in ("data", "helpers"):  # cells name files by ../helpers/…
+        (course / beside).symlink_to(ROOT / beside)
+    folder = course / "my_notebooks"
+    folder.mkdir()
     write(folder / "stop.ipynb", to_notebook(STOP))
     with workshop(folder, tmp_path_factory.mktemp("jupyter")) as running:
         yield running

@@ -147,6 +147,16 @@ class OpenNotebook:
         self.cell(cell_id).evaluate("cell => cell.scrollIntoView({block: 'start'})")
         self.page.screenshot(path=folder / f"{cell_id}{moment and '_'}{moment}.png")
 
+    def pictures(self, folder: Path) -> int:
+        """Save screenshots of the whole notebook, window by window, and return their number."""
+        panel = self.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-WindowedPanel-outer")
+        height = panel.evaluate("panel => panel.clientHeight")
+        number = -(-panel.evaluate("panel => panel.scrollHeight") // height)
+        for k in range(number):
+            panel.evaluate("(panel, top) => panel.scrollTo(0, top)", k * height)
+            panel.screenshot(path=folder / f"window_{k:02d}.png")
+        return number
+
     def counts(self) -> list[int | None]:
         """How often code cells have been executed: the number before each that is not empty."""
         return self.page.evaluate(
