@@ -6,12 +6,14 @@ The ladder of machines: ranks are processes on cores (gloo), or one process per 
 
 from __future__ import annotations
 
+import contextlib
 import html
 import importlib.util
 import os
 import platform
 import re
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -64,11 +66,12 @@ class Machine:
     @property
     def line(self) -> str:
         """One line for figure footers: "2 cores (AMD EPYC 7B13), 24 GiB, no GPU"."""
-        cpu = f"{self.cores} core{'s' * (self.cores > 1)} ({self.cpu})"
-        return f"{cpu}, {_gib(self.memory)}, {_gpu_names(self.gpus)}"
+        names = Counter(gpu.name for gpu in self.gpus)
+        gpus = ", ".join(f"{count} × {name}" for name, count in names.items()) or "no GPU"
+        return f"{_count(self.cores, 'core')} ({self.cpu}), {_gib(self.memory)}, {gpus}"
 
     def _rows(self) -> list[tuple[str, str]]:
-        rows = [("CPU", f"{self.cores} usable core{'s' * (self.cores > 1)}, {self.cpu}"), ("memory", _gib(self.memory))]
+        rows = [("CPU", f"{_count(self.cores, 'usable core')}, {self.cpu}"), ("memory", _gib(self.memory))]
         rows += [(f"cuda:{gpu.index}", f"{gpu.name}, {_gib(gpu.memory)}") for gpu in self.gpus] or [("GPU", "none")]
         rows += [(f"cuda:{a} – cuda:{b}", kind) for a, b, kind in self.links]
         return [*rows, ("backend", self.backend), ("ranks", self.rung)]
@@ -87,14 +90,15 @@ class Machine:
 def cores() -> int:
     """Cores this process may use: its affinity, capped by the CPU quota of its control groups; at least 1."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [int(quota) for quota in (_cpu_quota(group) for group in _control_groups()) if quota is not None]
+    limits = (_numbers(group, "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us") for group in _control_groups())
+    quotas = [found[0] // found[1] for found in limits if len(found) == 2]  # a group without a quota has a period only
     return max(1, min([affinity, *quotas]))
 
 
 def memory() -> int:
     """Bytes of memory this process may use: the machine's, capped by the limits of its control groups."""
-    limits = [_number(group / name) for group in _control_groups() for name in ("memory.max", "memory.limit_in_bytes")]
-    return min([psutil.virtual_memory().total, *(limit for limit in limits if limit)])
+    limits = [limit for group in _control_groups() for limit in _numbers(group, "memory.max", "memory.limit_in_bytes")]
+    return min([psutil.virtual_memory().total, *limits])
 
 
 def gpus() -> tuple[Gpu, ...]:
@@ -131,9 +135,9 @@ def placement(ranks: int, backend: str | None = None) -> Placement:
         raise ValueError(
             f'backend is {backend!r}; it must be "gloo" (CPU ranks), "nccl" (one GPU per rank) or None (chosen for you)'
         )
-    seen = gpus()
+    seen, room = gpus(), cores()
     usable = len(seen) if torch_cuda() else 0
-    short = _gpu_shortage(ranks, len(seen), usable)
+    short = "" if usable >= ranks else _why_no_gpu(seen, usable)
     if not short and backend != "gloo":
         return Placement("cuda", "nccl", False, f"{_count(ranks, 'rank')} on {_count(ranks, 'GPU')} of {usable}, nccl")
     if backend == "nccl":
@@ -141,12 +145,9 @@ def placement(ranks: int, backend: str | None = None) -> Placement:
         raise ValueError(
             f'backend="nccl" needs one GPU per rank: {_count(ranks, "rank")} asked for, but {short}. Right: {right}.'
         )
-    room = cores()
     reason = f"{_count(ranks, 'rank')} on {_count(room, 'core')}, gloo"
-    if seen:
-        reason += f" ({short or 'gloo was asked for'})"
-    if ranks > room:
-        reason += "; timings oversubscribed"
+    reason += f" ({short or 'gloo was asked for'})" if seen else ""
+    reason += "; timings oversubscribed" if ranks > room else ""
     return Placement("cpu", "gloo", ranks > room, reason)
 
 
@@ -172,15 +173,13 @@ def describe() -> Machine:
     return Machine(room, _cpu_name(), memory(), seen, links, "nccl" if usable > 1 else "gloo", rung)
 
 
-def _gpu_shortage(ranks: int, seen: int, usable: int) -> str:
-    """Why `ranks` ranks do not get a GPU each; empty where they do."""
-    if usable >= ranks:
-        return ""
+def _why_no_gpu(seen: tuple[Gpu, ...], usable: int) -> str:
+    """Why not every rank gets a GPU."""
     if os.environ.get("WORKSHOP_DEVICE") == "cpu":
         return "WORKSHOP_DEVICE=cpu forces CPU ranks"
     if seen and not usable:
         return "the installed torch is a CPU build"
-    return f"this machine has {_count(usable, 'GPU')}" if usable else "this machine has no GPU"
+    return f"this machine has {_count(usable, 'GPU') if usable else 'no GPU'}"
 
 
 def _control_groups(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[Path]:
@@ -194,21 +193,13 @@ def _control_groups(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path
     return folders
 
 
-def _cpu_quota(group: Path) -> float | None:
-    """Cores a control group grants, None where it sets no limit."""
-    try:
-        quota, period = (group / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        quota, period = str(_number(group / "cpu.cfs_quota_us") or -1), str(_number(group / "cpu.cfs_period_us") or 1)
-    return None if quota in ("max", "-1") else int(quota) / int(period)
-
-
-def _number(file: Path) -> int | None:
-    """The number a control file holds, None where the file is absent or holds a word ("max")."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
+def _numbers(group: Path, *names: str) -> list[int]:
+    """The numbers in control files of a group; a file that is absent, or a word there ("max"), sets no limit."""
+    words: list[str] = []
+    for name in names:
+        with contextlib.suppress(OSError):
+            words += (group / name).read_text().split()
+    return [int(word) for word in words if word.isdigit()]
 
 
 @lru_cache(maxsize=4)
@@ -234,20 +225,21 @@ def _visible_handles(nvml: Any, visible: str | None) -> list[Any]:
     every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     if visible is None:
         return every
-    uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in every]
+    names = [(str(index), nvml.nvmlDeviceGetUUID(handle)) for index, handle in enumerate(every)]
     chosen: list[Any] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        if entry.isdigit() and int(entry) < len(every):
-            handle = every[int(entry)]
-        elif entry.startswith("MIG-"):
-            handle = nvml.nvmlDeviceGetHandleByUUID(entry)
-        elif entry.startswith("GPU-") and sum(uuid.startswith(entry) for uuid in uuids) == 1:
-            handle = next(handle for handle, uuid in zip(every, uuids, strict=True) if uuid.startswith(entry))
-        else:
+    for entry in map(str.strip, visible.split(",")):
+        named = [
+            handle
+            for handle, (index, uuid) in zip(every, names, strict=True)
+            if entry == index or (entry.startswith("GPU-") and uuid.startswith(entry))
+        ]
+        if entry.startswith("MIG-"):
+            named = [nvml.nvmlDeviceGetHandleByUUID(entry)]
+        if len(named) != 1:
             break
-        if handle in chosen:
+        if named[0] in chosen:
             return []  # CUDA shows no GPU at all where one is listed twice
-        chosen.append(handle)
+        chosen += named
     return chosen
 
 
@@ -279,11 +271,6 @@ def _cpu_name() -> str:
     if platform.system() == "Darwin":
         return subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True).stdout.strip()
     return platform.processor() or platform.machine()
-
-
-def _gpu_names(seen: tuple[Gpu, ...]) -> str:
-    names = list(dict.fromkeys(gpu.name for gpu in seen))
-    return ", ".join(f"{sum(gpu.name == name for gpu in seen)} × {name}" for name in names) or "no GPU"
 
 
 def _gib(size: int | None) -> str:

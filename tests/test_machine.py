@@ -104,10 +104,12 @@ def test_version_1_groups_cap_cores_and_memory(tmp_path, monkeypatch):
     assert machine.memory() == GIB
 
 
-def test_a_group_without_a_quota_sets_no_limit(tmp_path):
-    (tmp_path / "cpu.cfs_quota_us").write_text("-1\n")
-    assert machine._cpu_quota(tmp_path) is None
-    assert machine._cpu_quota(tmp_path / "absent") is None
+@pytest.mark.parametrize("text", ["-1\n", "", "max\n"])
+def test_a_group_without_a_quota_sets_no_limit(tmp_path, monkeypatch, text):
+    (tmp_path / "cpu.cfs_quota_us").write_text(text)
+    (tmp_path / "cpu.cfs_period_us").write_text("100000\n")
+    monkeypatch.setattr(machine, "_control_groups", lambda: [tmp_path, tmp_path / "absent"])
+    assert machine.cores() == len(os.sched_getaffinity(0))
 
 
 def test_no_driver_means_no_gpu(monkeypatch):
