@@ -10,12 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
 
 TINY, ERNIE = "tiny-ernie", "ernie-0.3b"
 TINY_FOLDER = Path(__file__).resolve().parent.parent / "data" / "tiny_ernie"
@@ -45,7 +40,7 @@ def find(name: str, *, complete: bool) -> Path:
         try:
             return check(place, complete=complete)
         except FileNotFoundError as error:
-            if not _in_cache(place):
+            if place.parent.name != "snapshots":  # not the hub cache: somebody meant this folder
                 raise
             problem = f"its copy in the hub cache is incomplete ({error})"
     return _download(repository, problem, complete=complete)
@@ -53,19 +48,15 @@ def find(name: str, *, complete: bool) -> Path:
 
 def at_hand(repository: str) -> Path | None:
     """Where the models folder or the hub cache holds a repository, complete or not."""
-    shelf = os.environ.get("WORKSHOP_MODELS_FOLDER")
-    for inside in (repository, repository.split("/")[1]) if shelf else ():
-        place = Path(shelf or "").expanduser().resolve() / inside
-        if place.is_dir():
-            return place
+    if shelf := os.environ.get("WORKSHOP_MODELS_FOLDER"):
+        for inside in (repository, repository.split("/")[1]):
+            place = Path(shelf).expanduser().resolve() / inside
+            if place.is_dir():
+                return place
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repository, "config.json")
     return Path(found).parent if isinstance(found, str) else None
-
-
-def _in_cache(place: Path) -> bool:
-    return place.parent.name == "snapshots"
 
 
 def _download(repository: str, problem: str, *, complete: bool) -> Path:
@@ -89,9 +80,7 @@ def _hub_errors(repository: str, problem: str) -> Iterator[None]:
         yield
     except RepositoryNotFoundError as error:
         raise ValueError(f"the hub has no model {repository} that everyone may read; look for its exact owner/name") from error
-    except (
-        Exception
-    ) as error:  # the hub's client lets the errors of its HTTP library through, and that library differs by version
+    except Exception as error:  # those of the client's HTTP library pass through, and which library that is differs by version
         raise ConnectionError(
             f"{repository} is needed from the hub, because {problem}, but the hub does not answer "
             f"({type(error).__name__}: {error}). Right: connect this machine; or put the model's files into a folder called "
@@ -105,9 +94,17 @@ def check(place: Path, *, complete: bool = True) -> Path:
 
     Raises FileNotFoundError naming what is missing; ValueError for weights that are no safetensors or are cut off.
     """
+    from safetensors import SafetensorError, safe_open
+
     _check_names([file.name for file in place.iterdir() if file.exists()], str(place), complete=complete)
-    for file in weight_files(place) if complete else ():
-        header(file)
+    for file in _weight_files(place) if complete else ():
+        try:
+            safe_open(file, "np")  # reads the header, and sees whether the file is as long as that says
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file} ({file.stat().st_size:,} bytes) is cut off or not a safetensors file, perhaps a pointer of Git LFS or a "
+                f"broken download ({error}). Right: fetch the file itself (git lfs pull, or download it again)."
+            ) from None
     return place
 
 
@@ -129,7 +126,7 @@ def _check_names(names: Iterable[str], where: str, *, complete: bool) -> None:
         )
 
 
-def weight_files(place: Path) -> list[Path]:
+def _weight_files(place: Path) -> list[Path]:
     """The safetensors files of a folder: one, or those that its index names. Raises FileNotFoundError if one is missing."""
     if (place / WEIGHTS).exists():
         return [place / WEIGHTS]
@@ -140,35 +137,3 @@ def weight_files(place: Path) -> list[Path]:
             f"{place} is incomplete: {INDEX} names {len(files)} files, of which it lacks {', '.join(missing)}"
         )
     return [place / name for name in files]
-
-
-def header(file: Path) -> dict[str, Any]:
-    """Name, dtype, shape and byte range of each tensor in a safetensors file: 8 bytes with a length, then that much JSON.
-
-    Format: https://huggingface.co/docs/safetensors. Raises ValueError for a file that is cut off or is something else.
-    """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        head = stream.read(length) if length < size else b""
-    try:
-        tensors = {name: tensor for name, tensor in json.loads(head).items() if name != "__metadata__"}
-    except ValueError:
-        raise ValueError(
-            f"{file} is not a safetensors file ({size:,} bytes): perhaps a pointer of Git LFS or a broken download. "
-            f"Right: fetch the file itself (git lfs pull, or download it again)."
-        ) from None
-    end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-    if size < end:
-        raise ValueError(f"{file} is cut off: it has {size:,} of {end:,} bytes. Right: download it again.")
-    return tensors
-
-
-def parameter_bytes(place: Path, dtype: torch.dtype | None = None) -> int:
-    """Bytes that the weights in a folder take in memory, their floating-point numbers converted to `dtype` (None: as stored)."""
-    total = 0
-    for tensor in (tensor for file in weight_files(place) for tensor in header(file).values()):
-        begin, end = tensor["data_offsets"]
-        convert = dtype is not None and tensor["dtype"].startswith(("F", "BF"))
-        total += prod(tensor["shape"]) * dtype.itemsize if dtype and convert else end - begin
-    return total

@@ -99,17 +99,15 @@ def load(
 
     name, target, kept = name or default_name(), torch.device(device or "cpu"), _dtype(dtype)
     if weights == "random":
-        shape, kept = config(name), kept or torch.float32
-        _check_memory(parameter_count(shape) * kept.itemsize, f"{name} in {kept}", target)
+        place, shape = TINY_FOLDER, config(name)
+        _check_memory(shape, kept or torch.float32, name, target)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(shape, dtype=kept).eval()
-        place = TINY_FOLDER
+            model = AutoModelForCausalLM.from_config(shape, dtype=kept or torch.float32).eval()
     elif weights == "pretrained":
         place = folder(name)
         shape = _config(place)
-        needed = model_files.parameter_bytes(place, kept)
-        _check_memory(needed, f"{name} in {kept or 'its stored dtype'}", target)
+        _check_memory(shape, kept or shape.dtype or torch.float32, name, target)
         with _no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(
                 place, config=shape, dtype=kept or "auto", use_safetensors=True, trust_remote_code=False, local_files_only=True
@@ -119,17 +117,18 @@ def load(
     return model.to(target), AutoTokenizer.from_pretrained(place, trust_remote_code=False, local_files_only=True)
 
 
-def _check_memory(needed: int, what: str, target: torch.device) -> None:
+def _check_memory(shape: PreTrainedConfig, dtype: torch.dtype, name: str, target: torch.device) -> None:
     import torch
 
+    needed = parameter_count(shape) * dtype.itemsize
     free = {"the CPU": min(psutil.virtual_memory().available, machine.memory())}
     if target.type == "cuda":
         free[str(target)] = torch.cuda.mem_get_info(target)[0]
     for where, available in free.items():
         if needed > available:
             raise MemoryError(
-                f"the parameters of {what} take {needed / 2**30:.2f} GiB, and {where} has {available / 2**30:.2f} GiB free: "
-                f'nothing was loaded. Right: a smaller model such as "{TINY}", dtype="bfloat16", or less else in memory.'
+                f"the parameters of {name} in {dtype} take {needed / 2**30:.2f} GiB, and {where} has {available / 2**30:.2f} GiB "
+                f'free: nothing was loaded. Right: a smaller model such as "{TINY}", dtype="bfloat16", or less else in memory.'
             )
 
 

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import ClassVar
 
+import likelihood
 import psutil
 import pytest
 import torch
@@ -65,8 +66,6 @@ def test_tiny_ernie_has_the_shape_that_the_notebooks_count_with(tiny):
 def test_tiny_ernie_is_small_enough_for_a_repository():
     assert sum(file.stat().st_size for file in TINY.iterdir()) < 16_000_000
     assert {file.suffix for file in TINY.iterdir()} == {".json", ".safetensors"}
-    assert model_files.parameter_bytes(TINY) == 13_116_416
-    assert model_files.parameter_bytes(TINY, torch.bfloat16) == 13_116_416 // 2
 
 
 def model_nll(model, ids, labels) -> tuple[float, int]:
@@ -81,7 +80,7 @@ def test_tiny_ernie_sits_on_the_floor(tiny):
     texts = corpus.sentences(600, seed=99)
     loss, tokens = model_nll(model, *corpus.batch(tokenizer, 600, seed=99))
     assert tokens == sum(len(text.split()) + 1 for text in texts)
-    assert abs(loss - corpus.nll(texts)) <= 0.01
+    assert abs(loss - likelihood.nll(texts)) <= 0.01
 
 
 def test_loss_of_a_batch_is_nats_per_token(tiny):
@@ -99,7 +98,7 @@ def test_what_tiny_ernie_writes_are_sentences(tiny):
     with torch.inference_mode():
         ids = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=64)
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    assert sum(map(corpus.parses, texts)) >= 0.95 * len(texts)
+    assert sum(map(likelihood.parses, texts)) >= 0.95 * len(texts)
     assert len(set(texts)) > 450
 
 
@@ -111,7 +110,7 @@ def test_prompts_of_unequal_length_in_a_batch_go_on_as_they_do_alone(tiny):
         alone = [model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=24)[0] for prompt in prompts]
     texts = tokenizer.batch_decode(together, skip_special_tokens=True)
     assert texts == [tokenizer.decode(ids, skip_special_tokens=True) for ids in alone]
-    assert all(text.startswith(prompt) and corpus.parses(text) for text, prompt in zip(texts, prompts, strict=True))
+    assert all(text.startswith(prompt) and likelihood.parses(text) for text, prompt in zip(texts, prompts, strict=True))
 
 
 def test_padding_on_the_right_leaves_a_sentence_alone(tiny):
@@ -132,7 +131,7 @@ def test_tokenizer_and_text_are_the_same_thing(tiny):
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert tokenizer("the zebra").input_ids[-1] == tokenizer.unk_token_id
-    assert all(tokenizer.convert_tokens_to_ids(word) > 3 for word in corpus.vocabulary())
+    assert all(tokenizer.convert_tokens_to_ids(word) > 3 for word in likelihood.vocabulary())
 
 
 # the script that made it
@@ -427,7 +426,6 @@ def test_weights_in_several_files(copy, tiny):
     files = split_weights(copy)
     model, _ = models.load(str(copy))
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), tiny[0].parameters(), strict=True))
-    assert model_files.parameter_bytes(copy) == 13_116_416
     files[1].unlink()
     with pytest.raises(FileNotFoundError, match=r"names 2 files, of which it lacks model-00002-of-00002\.safetensors"):
         models.load(str(copy))
@@ -443,10 +441,12 @@ def test_weights_that_are_cut_off_or_only_a_pointer(copy):
     file = copy / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1000])
-    with pytest.raises(ValueError, match=f"is cut off: it has {len(whole) - 1000:,} of {len(whole):,} bytes"):
+    with pytest.raises(
+        ValueError, match=rf"\({len(whole) - 1000:,} bytes\) is cut off or not a safetensors file.*not fully covered"
+    ):
         models.load(str(copy))
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 13120488\n")
-    with pytest.raises(ValueError, match=r"not a safetensors file .*\(git lfs pull"):
+    with pytest.raises(ValueError, match=r"not a safetensors file, perhaps a pointer of Git LFS .*\(git lfs pull"):
         models.load(str(copy))
 
 
@@ -480,7 +480,7 @@ def test_not_a_causal_language_model(copy, kind, named):
 
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
 def test_too_little_memory_is_said_before_anything_is_loaded(monkeypatch, weights):
-    memory = psutil.virtual_memory()._replace(available=10_000_000)
+    memory = psutil.virtual_memory()._replace(available=4 * 3_279_104 - 1)  # one byte less than the parameters take
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)  # is not reached
     with pytest.raises(MemoryError, match=r"parameters of tiny-ernie in .* take 0\.01 GiB, and the CPU has 0\.01 GiB free"):
@@ -488,7 +488,7 @@ def test_too_little_memory_is_said_before_anything_is_loaded(monkeypatch, weight
 
 
 def test_memory_is_counted_in_the_dtype_asked_for(monkeypatch):
-    memory = psutil.virtual_memory()._replace(available=10_000_000)
+    memory = psutil.virtual_memory()._replace(available=2 * 3_279_104)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert models.load("tiny-ernie", dtype="bfloat16")[0].num_parameters() == 3_279_104  # 6.6 MB fit, 13.1 MB would not
 
