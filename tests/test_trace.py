@@ -1,4 +1,4 @@
-"""A saved trace is what Perfetto reads: one process a rank, proper slices, nothing overlapping within a track."""
+"""A saved trace is what Perfetto reads: one process a rank, each span a beginning and an end with a number of its own."""
 
 import json
 
@@ -11,34 +11,31 @@ from helpers.measuring import trace
 from helpers.measuring.records import Collective, Region
 
 
-def check_format(path):
-    """What the trace event format demands; returns the events by kind."""
+def spans_of(path):
+    """What the trace event format demands; returns by rank and category its spans: (name, start, duration, arguments)."""
     content = json.loads(path.read_text())
     assert content["displayTimeUnit"] in ("ms", "ns")
-    tracks = {}
-    names = {}
+    begun, spans = {}, {}
     for event in content["traceEvents"]:
         assert isinstance(event["pid"], int)
         assert isinstance(event["name"], str)
         if event["ph"] == "M":
-            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
-            if event["name"] == "thread_name":
-                names[event["pid"], event["tid"]] = event["args"]["name"]
+            assert event["name"] in ("process_name", "process_sort_index")
+            continue
+        assert event["ts"] >= 0
+        same = tuple(event[key] for key in ("pid", "tid", "cat", "id", "name"))
+        if event["ph"] == "b":
+            assert event["id"] not in begun
+            begun[event["id"]] = same, event
         else:
-            assert event["ph"] == "X"
-            assert event["ts"] >= 0
-            assert event["dur"] >= 0
-            tracks.setdefault((event["pid"], event["tid"]), []).append(event)
-    assert set(tracks) <= set(names)
-    assert len(set(names.items())) == len(names)
-    for slices in tracks.values():
-        enclosing = []
-        for event in sorted(slices, key=lambda event: (event["ts"], -event["dur"])):
-            while enclosing and enclosing[-1] <= event["ts"] + 1e-3:
-                enclosing.pop()
-            assert not enclosing or event["ts"] + event["dur"] <= enclosing[-1] + 1e-3  # within it, or after it
-            enclosing.append(event["ts"] + event["dur"])
-    return {(pid, names[pid, tid]): slices for (pid, tid), slices in tracks.items()}
+            assert event["ph"] == "e"
+            (expected, begin) = begun[event["id"]]  # the beginning stands before the end
+            assert same == expected
+            row = (event["name"], begin["ts"], event["ts"] - begin["ts"], begin["args"])
+            assert row[2] >= 0
+            spans.setdefault((event["pid"], event["cat"]), []).append(row)
+    assert len(begun) == sum(map(len, spans.values()))
+    return spans
 
 
 def collective(rank, sequence, start, end, **more):
@@ -60,20 +57,20 @@ def test_a_run_of_real_ranks(tmp_path):
 
     run = launch(job, ranks=2)
     path = run.save_trace(tmp_path / "trace.json")
-    tracks = check_format(path)
+    spans = spans_of(path)
     for rank in range(2):
-        assert [event["name"] for event in tracks[rank, "function"]] == ["job"]
-        assert [event["name"] for event in tracks[rank, "regions"]] == ["outer", "inner"]
-        collectives = [
-            event for (pid, name), events in tracks.items() if pid == rank and "collectives" in name for event in events
-        ]
-        assert sorted(event["name"] for event in collectives) == ["all_reduce", "all_reduce", "all_reduce", "barrier"]
-        first = next(event for event in collectives if event["args"]["sequence"] == 0)
-        assert first["args"]["bytes"] == 8
-        assert first["args"]["group"] == [0, 1]
-        assert "dist.all_reduce" in first["args"]["source"]
-        (function,) = tracks[rank, "function"]
-        assert all(function["ts"] <= event["ts"] for event in collectives)
+        ((name, began, lasted, _),) = spans[rank, "function"]
+        assert name == "job"
+        assert sorted(name for name, *_ in spans[rank, "region"]) == ["inner", "outer"]
+        collectives = spans[rank, "collective"]
+        assert sorted(name for name, *_ in collectives) == ["all_reduce", "all_reduce", "all_reduce", "barrier"]
+        first = next(arguments for *_, arguments in collectives if arguments["sequence"] == 0)
+        assert first["bytes"] == 8
+        assert first["group"] == [0, 1]
+        assert "dist.all_reduce" in first["source"]
+        for _, start, length, _ in [*spans[rank, "region"], *collectives]:
+            assert began <= start
+            assert start + length <= began + lasted + 1e-3
 
 
 def test_what_never_ended_lasts_to_the_end_of_the_run(tmp_path):
@@ -84,36 +81,29 @@ def test_what_never_ended_lasts_to_the_end_of_the_run(tmp_path):
         spans=[(10.0, None), None],
         collectives=(collective(0, 0, 11.0, None), collective(0, 1, 11.5, 12.0, waited_from=11.75)),
     )
-    tracks = check_format(trace.write(run, tmp_path / "trace.json"))
-    (function,) = tracks[0, "function"]
-    assert (function["ts"], function["dur"], function["args"]) == (0.0, 2e6, {"unfinished": True})
-    (hanging,) = tracks[0, "collectives"]
-    assert (hanging["ts"], hanging["dur"], hanging["args"]["unfinished"]) == (1e6, 1e6, True)
-    (done,) = tracks[0, "collectives 2"]
-    assert done["args"]["blocked for ms"] == 250.0
-    assert "unfinished" not in done["args"]
-    assert not any(rank == 1 for rank, _ in tracks)
+    spans = spans_of(trace.write(run, tmp_path / "trace.json"))
+    assert spans[0, "function"] == [("function", 0.0, 2e6, {"unfinished": True})]
+    (_, start, length, hanging), (_, _, _, done) = spans[0, "collective"]
+    assert (start, length, hanging["unfinished"]) == (1e6, 1e6, True)
+    assert done["blocked for ms"] == 250.0
+    assert "unfinished" not in done
+    assert not any(rank == 1 for rank, _ in spans)
 
 
 def test_an_empty_run_is_a_valid_trace(tmp_path):
-    assert check_format(trace.write(Run(ranks=1, device="cpu", backend="gloo"), str(tmp_path / "trace.json"))) == {}
+    assert spans_of(trace.write(Run(ranks=1, device="cpu", backend="gloo"), str(tmp_path / "trace.json"))) == {}
 
 
 intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=25)
 
 
 @given(intervals)
-def test_collectives_in_flight_together_lie_on_as_few_tracks_as_possible(tmp_path_factory, intervals):
+def test_what_overlaps_is_written_like_anything_else(tmp_path_factory, intervals):
     run = Run(ranks=1, device="cpu", backend="gloo")
     run.collectives = tuple(collective(0, n, float(start), float(start + length)) for n, (start, length) in enumerate(intervals))
-    tracks = check_format(trace.write(run, tmp_path_factory.getbasetemp() / "trace.json"))
-    assert sum(len(slices) for slices in tracks.values()) == len(intervals)
-    assert len(tracks) == max((sum(s <= moment < s + length for s, length in intervals) for moment in range(41)), default=0)
-
-
-@given(intervals)
-def test_regions_may_nest_but_not_cross(tmp_path_factory, intervals):
-    run = Run(ranks=1, device="cpu", backend="gloo")
     run.regions = tuple(Region(0, "r", float(start), float(start + length)) for start, length in intervals)
-    tracks = check_format(trace.write(run, tmp_path_factory.getbasetemp() / "trace.json"))
-    assert sum(len(slices) for slices in tracks.values()) == len(intervals)
+    spans = spans_of(trace.write(run, tmp_path_factory.getbasetemp() / "trace.json"))
+    first = min((start for start, _ in intervals), default=0)
+    for category in ("collective", "region"):
+        written = [(start / 1e6 + first, length / 1e6) for _, start, length, _ in spans.get((0, category), [])]
+        assert written == intervals

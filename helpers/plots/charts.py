@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -75,50 +75,49 @@ def bars(
     series keeps its look in all groups; "guess", "predicted" and "measured" have theirs in all figures.
     More options: `finding` and `footer` of `style.figure`.
     """
-    groups = {name: dict(value) if isinstance(value, Mapping) else {name: value} for name, value in values.items()}
-    if log and (stack or any(value <= 0 for group in groups.values() for value in group.values())):
+    grouped, limits = any(isinstance(value, Mapping) for value in values.values()), limits or {}
+    groups = {name: value if isinstance(value, Mapping) else {name: value} for name, value in values.items()}
+    numbers = [value for group in groups.values() for value in group.values()]
+    if log and (stack or min(numbers) <= 0):
         raise ValueError("a logarithmic axis shows positive values and no stacks: leave out log=True")
-    limits, series = limits or {}, list(dict.fromkeys(key for group in groups.values() for key in group))
-    grouped = any(isinstance(value, Mapping) for value in values.values())
+    series = list(dict.fromkeys(key for group in groups.values() for key in group))
     looks = {key: _LOOKS.get(key, style.look(number if grouped else 0)) for number, key in enumerate(series)}
-    ends = [sum(group.values()) if stack else max(group.values(), default=0) for group in groups.values()]
+    rows = {name: [group] if stack else [{key: value} for key, value in group.items()] for name, group in groups.items()}
+    ends = [sum(parts.values()) for drawn in rows.values() for parts in drawn]
     factor, shown = scale([*ends, *limits.values()], unit)
     spoken = [
-        f"{name} {key if grouped else ''} {amount(value, unit)}" for name, group in groups.items() for key, value in group.items()
+        f"{name} {key + ' ' if grouped else ''}{amount(value, unit)}"
+        for name, group in groups.items()
+        for key, value in group.items()
     ]
-    alt = f"{'Stacked bars' if stack else 'Bar chart'}: {title}. {'; '.join(' '.join(words.split()) for words in spoken)}."
+    alt = f"{'Stacked bars' if stack else 'Bar chart'}: {title}. {'; '.join(spoken)}."
     gap = 0.7 if grouped and not stack else 0.15
-    rows = sum((1 if stack else len(group)) + gap for group in groups.values())
-    figure, axes = style.figure(title, 1.2 + 0.35 * rows + 0.35 * grouped, alt=alt, **text)
-    top, ticks = 0.0, {}
-    for name, group in groups.items():
-        place, left = top, 0.0
-        for key, value in group.items():
-            color, hatch = looks[key]
-            axes.barh(place, value * factor, 0.85, left=left, color=color, hatch=hatch, edgecolor="white", linewidth=0)
-            left, place = (left + value * factor, place) if stack else (0.0, place + 1)
-            if not stack:
-                _value(axes, value, unit, factor, place - 1, limits.values())
-        if stack:
-            _value(axes, sum(group.values()), unit, factor, place, limits.values())
-            place += 1
-        ticks[name], top = (top + place - 1) / 2, place + gap
+    height = sum(len(drawn) + gap for drawn in rows.values())
+    figure, axes = style.figure(title, 1.2 + 0.35 * height + 0.35 * grouped, alt=alt, **text)
+    top, ticks = 0.0, []
+    for drawn in rows.values():
+        for place, parts in enumerate(drawn):
+            end = style.stacked_bar(axes, top + place, parts, looks, factor, 0.85)
+            crossed = any(end <= limit <= 1.15 * end for limit in limits.values())
+            ground = {"bbox": style.ON_WHITE} if crossed else {}
+            axes.annotate(f" {amount(end, unit)}", (end * factor, top + place), va="center", fontsize=9, **ground)
+        ticks.append(top + (len(drawn) - 1) / 2)
+        top += len(drawn) + gap
     for name, limit in limits.items():
         axes.axvline(limit * factor, color="black", linestyle="--", label=f"{name}: {amount(limit, unit)}")
     axes.set(xlabel=f"{label} ({shown})" if label and shown else label or shown)
-    axes.set_yticks(list(ticks.values()), list(ticks))
+    axes.set_yticks(ticks, list(rows))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.16)
     if log:
         axes.set_xscale("log")
-        lowest, highest = min(each for group in groups.values() for each in group.values()), max(ends)
+        lowest, highest = min(numbers), max(numbers)
         axes.set_xlim(lowest * factor / 2, highest * factor * (highest / lowest) ** 0.2 * 2)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axes.xaxis.set_minor_locator(NullLocator())
-    patches = style.patches(looks) if grouped else []
-    if patches or limits:
-        style.legend_above(axes, 4, handles=[*patches, *axes.lines])
+    if grouped or limits:
+        style.legend_above(axes, 4, handles=[*(style.patches(looks) if grouped else []), *axes.lines])
     return figure
 
 
@@ -151,12 +150,11 @@ def sweep(
 
     Raises ValueError for a series whose length is not that of `x`.
     """
-    measured, predicted, spread, marks = measured or {}, predicted or {}, spread or {}, marks or {}
+    measured, predicted, spread, limits = measured or {}, predicted or {}, spread or {}, limits or {}
     for name, series in [*measured.items(), *predicted.items(), *spread.items()]:
         if len(series) != len(x):
             raise ValueError(f"series {name!r} has {len(series)} values for {len(x)} of x; use None for a point that is missing")
     kinds = {"predicted": predicted, "measured": measured}
-    limits = limits or {}
     values = [value for named in kinds.values() for each in named.values() for value in each if value is not None]
     values += limits.values()
     spoken = [f"{kind} {name} {_ends(each, yunit)}" for kind, named in kinds.items() for name, each in named.items()]
@@ -180,7 +178,7 @@ def sweep(
         legend = f"{name}, {kind}" if name and predicted else name or kind
         points = (numpy.array(x) * xfactor)[there], ys[there]
         axes.errorbar(*points, color=style.PALETTE[number], linewidth=1.3, capsize=3, label=legend, **shape)
-    for name, at in marks.items():
+    for name, at in (marks or {}).items():
         axes.axvline(at * xfactor, color=style.GREY, linestyle=":")
         place = {"xy": (at * xfactor, 0.98), "xycoords": ("data", "axes fraction"), "va": "top", "fontsize": 9}
         axes.annotate(f" {name}: {amount(at, xunit)}", **place, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
@@ -217,13 +215,6 @@ def _named(name: str, value: Value) -> dict[str, float]:
         if not math.isfinite(number):
             raise ValueError(f"{where} is {number}; it must be finite")
     return {key: float(number) if not isinstance(number, int) else number for key, number in named.items()}
-
-
-def _value(axes: Any, value: float, unit: str, factor: float, place: float, limits: Iterable[float]) -> None:
-    """The value beside the end of its bar; on white where the line of a limit is near enough to cross it."""
-    crossed = any(value <= limit <= 1.15 * value for limit in limits)
-    ground = {"bbox": style.ON_WHITE} if crossed else {}
-    axes.annotate(f" {amount(value, unit)}", (value * factor, place), va="center", fontsize=9, **ground)
 
 
 def _ends(series: Series, unit: str) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from matplotlib.patches import Rectangle
-
 from helpers.plots import style
 from helpers.plots.style import Figure
 
@@ -38,21 +36,18 @@ def holdings(
         for left, rows in ((0.0, before), (right, after)):
             for rank, row in enumerate(rows):
                 for place, number in enumerate(row or ()):
-                    _box(axes, left + place, rank, number, owner(number))
-        axes.annotate(
-            "", (right - 0.3, ranks / 2), (right - 1.3, ranks / 2), arrowprops={"arrowstyle": "->", "color": style.GREY}
-        )
+                    came_from = owner(number)
+                    whose = (
+                        {"color": style.LIGHT} if came_from is None else {"color": style.PALETTE[came_from % 7], "alpha": 0.45}
+                    )
+                    style.box(axes, (left + place + 0.04, rank + 0.08), 0.92, 0.84, str(number), 7, linewidth=0, **whose)
+        arrow = {"arrowstyle": "->", "color": style.GREY}
+        axes.annotate("", (right - 0.3, ranks / 2), (right - 1.3, ranks / 2), arrowprops=arrow)
         axes.set(xlim=(0, right + max(widths[1], 4)), ylim=(ranks, 0))
         axes.set_title(name, fontsize=9, loc="left", pad=3)
-        axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)], fontsize=8)
+        style.rank_rows(axes, ranks, 0.5, fontsize=8)
         style.boxes_only(axes)
     return figure
-
-
-def _box(axes: Any, x: float, y: float, number: Any, rank: int | None) -> None:
-    color = style.LIGHT if rank is None else style.PALETTE[rank % 7]
-    axes.add_patch(Rectangle((x + 0.04, y + 0.08), 0.92, 0.84, facecolor=color, alpha=1 if rank is None else 0.45, linewidth=0))
-    axes.annotate(str(number), (x + 0.5, y + 0.5), ha="center", va="center", fontsize=7)
 
 
 def _told(rows: Rows) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from matplotlib.patches import Rectangle
-
 from helpers.plots import style
 from helpers.plots.style import Figure
 
@@ -33,18 +31,11 @@ def placement(*layouts: Any, title: str | None = None) -> Figure:
         for axis in (axis for owner, axis in rows if owner is each):
             for number, group in enumerate(each.groups(axis)):
                 color, hatch = style.PALETTE[number % 7], "///" if group in each.crossing(axis) else ""
+                look = {"facecolor": color, "alpha": 0.55, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+                label = f"{axis} group {number}" if each.world <= 8 else str(number)
                 for rank in group:
-                    box: dict[str, Any] = {
-                        "facecolor": color,
-                        "alpha": 0.55,
-                        "hatch": hatch,
-                        "edgecolor": "white",
-                        "linewidth": 0,
-                    }
-                    axes.add_patch(Rectangle((rank + 0.05, top + 0.06), 0.9, 0.88, **box))
-                    label = f"{axis} group {number}" if each.world <= 8 else str(number)
-                    back = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1}
-                    axes.annotate(label, (rank + 0.5, top + 0.5), ha="center", va="center", fontsize=8, bbox=back)
+                    name = style.box(axes, (rank + 0.05, top + 0.06), 0.9, 0.88, label, 8, **look)
+                    name.set_bbox({"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1})
             ticks[top + 0.5] = f"{axis} groups"
             top += 1
         top += 0.3

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import matplotlib
-
 from helpers.plots import style
 from helpers.plots.style import Figure, amount, scale
 
@@ -25,31 +23,23 @@ def plan(found: Plan, title: str | None = None, footer: str = "predicted, not me
     told = "; ".join(f"{each.name} {amount(each.memory.peak, 'bytes')}, {amount(each.seconds, 's')}" for each in rows)
     height = 2.0 + 0.55 * len(rows)
     alt = f"Two bar charts, memory and time of {len(rows)} layouts. {title}. {told}."
-    figure, axes = style.figure(title, height, alt=alt, footer=footer)
-    axes.remove()
-    with matplotlib.rc_context(style._LOOK):
-        left, right = figure.subplots(1, 2, sharey=True)
+    figure, (left, right) = style.figure(title, height, alt=alt, footer=footer, columns=2)
     tables = ([_memory(each) for each in rows], [_time(each) for each in rows])
-    for panel, table, unit, label in zip(
-        (left, right), tables, ("bytes", "s"), ("fullest rank at its peak", "step"), strict=True
-    ):
+    labels = ("fullest rank at its peak", "step")
+    for panel, table, unit, label in zip((left, right), tables, ("bytes", "s"), labels, strict=True):
         ends = [sum(row.values()) for row in table] + [found.room] * (unit == "bytes")
         factor, shown = scale(ends, unit)
-        names = list(dict.fromkeys(name for row in table for name in row))
+        names = dict.fromkeys(name for row in table for name in row)
+        looks = {name: style.look(number) for number, name in enumerate(names)}
         for place, row in enumerate(table):
-            start = 0.0
-            for name, value in row.items():
-                color, hatch = style.look(names.index(name))
-                panel.barh(place, value * factor, 0.45, left=start, color=color, hatch=hatch, edgecolor="white", linewidth=0)
-                start += value * factor
-            panel.annotate(f" {amount(start / factor, unit)}", (start, place), va="center", fontsize=8, bbox=style.ON_WHITE)
+            end = style.stacked_bar(panel, place, row, looks, factor, 0.45)
+            panel.annotate(f" {amount(end, unit)}", (end * factor, place), va="center", fontsize=8, bbox=style.ON_WHITE)
         if unit == "bytes":
             panel.axvline(found.room * factor, color="black", linestyle="--", linewidth=1)
             panel.annotate(f"room {amount(found.room, unit)}", (found.room * factor, len(rows) - 0.55), fontsize=8, ha="right")
         panel.set(xlim=(0, 1.22 * max(ends) * factor), xlabel=f"{label} ({shown})")
         panel.grid(axis="y", visible=False)
-        handles = style.patches({name: style.look(number) for number, name in enumerate(names)})
-        style.legend_above(panel, 2, handles=handles, handlelength=1.2, columnspacing=1.0)
+        style.legend_above(panel, 2, handles=style.patches(looks), handlelength=1.2, columnspacing=1.0)
     for place, each in enumerate(rows):
         name = left.annotate(each.name, (0, place - 0.28), fontsize=8, va="bottom", annotation_clip=False, bbox=style.ON_WHITE)
         name.set_in_layout(False)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from matplotlib.colors import to_hex, to_rgb
-from matplotlib.patches import Rectangle
 
 from helpers.plots import style
 from helpers.plots.style import Figure, scale
@@ -43,15 +42,15 @@ def schedule(placed: Sequence[Sequence[Operation]], title: str, *, unit: str = "
     for rank, row in enumerate(placed):
         for each in row:
             _, face, ink = KINDS[each.kind]
-            start, width, text = each.start * factor, (each.end - each.start) * factor, str(each.micro_batch)
-            if later := each.stage != min(one.stage for one in row):
+            later, length, text = each.stage != min(one.stage for one in row), each.end - each.start, str(each.micro_batch)
+            if later:
                 face, ink = to_hex(tuple((1 + part) / 2 for part in to_rgb(face))), "black"
-            axes.add_patch(Rectangle((start, rank - 0.42), width, 0.84, facecolor=face, edgecolor="white", linewidth=0.8))
-            if each.end - each.start > (0.004 + 0.01 * len(text)) * end:
-                place = (start + width / 2, rank)
-                axes.annotate(text, place, ha="center", va="center", fontsize=7, color=ink, weight="bold" if later else "normal")
+            text = text if length > (0.004 + 0.01 * len(text)) * end else ""
+            corner, look = (each.start * factor, rank - 0.42), {"facecolor": face, "edgecolor": "white", "linewidth": 0.8}
+            number = style.box(axes, corner, length * factor, 0.84, text, 7, **look)
+            number.set(color=ink, weight="bold" if later else "normal")
     axes.set(xlim=(0, end * factor), ylim=(len(placed) - 0.5, -0.5), xlabel=f"time ({shown})")
-    axes.set_yticks(range(len(placed)), [f"rank {rank}" for rank in range(len(placed))])
+    style.rank_rows(axes, len(placed))
     axes.grid(visible=False)
     present = {each.kind for row in placed for each in row}
     looks = {name: (color, "") for kind, (name, color, _) in KINDS.items() if kind in present}

@@ -15,7 +15,7 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as MatplotlibFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 if TYPE_CHECKING:
     from helpers.launching.results import Run
@@ -86,10 +86,13 @@ class Figure(MatplotlibFigure):
         return f"<Figure: {self.alt}>"
 
 
-def figure(title: str, height: float, *, alt: str, finding: str = "", footer: str | None = None) -> tuple[Figure, Any]:
+def figure(
+    title: str, height: float, *, alt: str, finding: str = "", footer: str | None = None, columns: int = 1
+) -> tuple[Figure, Any]:
     """(figure, axes) of this height in inches with its title; `finding` is printed under it, by default the title.
 
     `footer` stands under the axes: None says which machine was measured, "" leaves it out, anything else is taken as it is.
+    With `columns` there are as many axes side by side, which share their rows.
     """
     footer = measured_on() if footer is None else footer
     with matplotlib.rc_context(_LOOK):
@@ -98,7 +101,7 @@ def figure(title: str, height: float, *, alt: str, finding: str = "", footer: st
         made.alt, made.footer, made.finding = alt, footer, finding or title
         made.suptitle(textwrap.fill(title, 76), x=0.01, ha="left", fontsize=11, fontweight="bold")
         made.supxlabel("\n".join(textwrap.wrap(footer, 110)), x=0.01, ha="left", fontsize=8, color=GREY)
-        return made, made.add_subplot()
+        return made, made.subplots(1, columns, sharey=True)
 
 
 def look(number: int) -> tuple[str, str]:
@@ -114,6 +117,30 @@ def patches(looks: Mapping[str, tuple[str, str]]) -> list[Patch]:
 def legend_above(axes: Any, columns: int, **options: Any) -> None:
     """The legend between title and axes, where it covers nothing."""
     axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=columns, fontsize=9, frameon=False, **options)
+
+
+def stacked_bar(
+    axes: Any, place: float, parts: Mapping[str, float], looks: Mapping[str, tuple[str, str]], factor: float, height: float
+) -> float:
+    """Draw the parts end to end as one horizontal bar, each times `factor`; returns their sum."""
+    end = 0.0
+    for name, value in parts.items():
+        color, hatch = looks[name]
+        axes.barh(place, value * factor, height, left=end * factor, color=color, hatch=hatch, edgecolor="white", linewidth=0)
+        end += value
+    return end
+
+
+def box(axes: Any, corner: tuple[float, float], width: float, height: float, text: str, size: float, **look: Any) -> Any:
+    """A rectangle from `corner` on, with text in its middle, which is returned."""
+    axes.add_patch(Rectangle(corner, width, height, **look))
+    middle = corner[0] + width / 2, corner[1] + height / 2
+    return axes.annotate(text, middle, ha="center", va="center", fontsize=size)
+
+
+def rank_rows(axes: Any, count: int, middle: float = 0, **options: Any) -> None:
+    """The names of ranks beside their rows; `middle` is how far below its number a row has its middle."""
+    axes.set_yticks([rank + middle for rank in range(count)], [f"rank {rank}" for rank in range(count)], **options)
 
 
 def boxes_only(axes: Any) -> None:
