@@ -223,24 +223,17 @@ def test_kv_cache_is_exact(tiny):
     batch, prompt, new = 3, 10, 5
     prompts = torch.arange(batch * prompt).reshape(batch, prompt)
     with torch.no_grad(), memory.track(tiny) as use:
-        generated = tiny.generate(
+        tiny.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=new,
             min_new_tokens=new,
             do_sample=False,
             pad_token_id=0,
-            return_dict_in_generate=True,
         )
     expected = 2 * 4 * batch * 2 * (prompt + new - 1) * 32 * FLOAT  # keys and values, layers, kv heads, tokens, head size
-    assert memory.kv_cache(generated.past_key_values) == expected
     assert use.kv_cache == expected
     assert use.activations == 0
-    pair = (torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4, dtype=torch.bfloat16))
-    assert memory.kv_cache((pair, pair[:1])) == 24 * 4 + 24 * 2
-    for wrong in (None, 3, "cache", ()):
-        with pytest.raises(TypeError, match="no keys and values in a"):
-            memory.kv_cache(wrong)
 
 
 # In ranks ---------------------------------------------------------------------------------------------------------------
@@ -299,7 +292,7 @@ def test_resident_memory_of_a_process_that_gives_back_what_it_frees():
     size = 64 * 2**20
     (use, kept), *_ = launch(job, size, ranks=1, env=memory.HOST_ENVIRONMENT).results
     assert use.note is None
-    assert use.grown == pytest.approx(size, rel=0.03)
+    assert use.peak - use.before == pytest.approx(size, rel=0.03)
     assert use.after - use.before == pytest.approx(kept, rel=0.06)
     assert use.peak >= use.after
 
@@ -307,7 +300,7 @@ def test_resident_memory_of_a_process_that_gives_back_what_it_frees():
 def test_resident_memory_says_what_spoils_it(monkeypatch):
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
     with memory.host() as use:
-        assert use.grown is None
+        assert use.peak is None
     assert "MALLOC_TRIM_THRESHOLD_" in use.note
     assert "env=memory.HOST_ENVIRONMENT" in use.note
     assert use.peak >= use.before

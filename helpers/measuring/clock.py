@@ -114,11 +114,6 @@ class Timing:
         """Why the median cannot be trusted; None where it can."""
         return _too_short(self.median)
 
-    @property
-    def reliable(self) -> bool:
-        """False where one call is too short for this clock."""
-        return self.note is None
-
     def __repr__(self) -> str:
         low, high = self.quartiles
         text = f"{show(self.median)} (median of {len(self.samples)}, middle half {show(low)} to {show(high)})"

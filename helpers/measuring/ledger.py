@@ -9,8 +9,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -35,16 +37,14 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().device.type == "meta"
 
 
+@dataclass(eq=False, slots=True)
 class _Storage:
     """One allocation. `given` says that it is an input, or was allocated before the ledger was opened."""
 
-    __slots__ = ("bytes", "category", "given", "reference")
-
-    def __init__(self, given: bool, reference: Any) -> None:
-        self.bytes = 0
-        self.category = OTHER
-        self.given = given
-        self.reference = reference  # weak
+    given: bool
+    reference: Any  # weak
+    bytes: int = 0
+    category: str = OTHER
 
 
 class Ledger(TorchDispatchMode):
@@ -76,10 +76,7 @@ class Ledger(TorchDispatchMode):
     def mark(self, values: Any, category: str) -> None:
         """Put all tensors in `values` (a tensor, or any nesting of lists, tuples and dictionaries) under `category`."""
         for storage in self._see(values, given=True):
-            if storage.category != category:
-                self._count(storage, -storage.bytes)
-                storage.category = category
-                self._count(storage, storage.bytes)
+            self._put(storage, category)
 
     def give(self, values: Any) -> None:
         """Say that the tensors in `values` are inputs: saved for backward, they are no activations."""
@@ -87,13 +84,9 @@ class Ledger(TorchDispatchMode):
             storage.given = True
 
     def __enter__(self) -> "Ledger":
-        def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-            original = getattr(owner, name)
-            setattr(owner, name, make(original))
-            self._undo.callback(setattr, owner, name, original)
-
-        replace(saved_tensors_hooks, "__init__", self._looking_through)
-        replace(torch.UntypedStorage, "resize_", self._following)
+        construct, resize = self._looking_through(saved_tensors_hooks.__init__), self._following(torch.UntypedStorage.resize_)
+        self._undo.enter_context(mock.patch.object(saved_tensors_hooks, "__init__", construct))
+        self._undo.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
         self._undo.enter_context(saved_tensors_hooks(torch.Tensor.detach, lambda packed: packed))
         return super().__enter__()
 
@@ -141,15 +134,13 @@ class Ledger(TorchDispatchMode):
         return resize
 
     def _saved(self, tensor: torch.Tensor, kept: Any) -> None:
-        origin = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        origin = tensor if tensor._base is None else tensor._base
         if origin.is_leaf and origin.requires_grad:
             return  # a parameter, also one that FSDP2 has gathered, or an input
         category = ACTIVATIONS if torch._C._current_graph_task_id() == -1 else RECOMPUTATION
         for storage in self._see(kept, given=False):
             if storage.category == OTHER and not storage.given:
-                self._count(storage, -storage.bytes)
-                storage.category = category
-                self._count(storage, storage.bytes)
+                self._put(storage, category)
 
     def _see(self, values: Any, given: bool) -> list[_Storage]:
         """Return the storages of the tensors in `values`; those not known yet are counted from now on."""
@@ -165,18 +156,20 @@ class Ledger(TorchDispatchMode):
         return found
 
     def _gone(self, address: int, reference: Any) -> None:
-        self._count(self._storages[address], -self._storages[address].bytes)
-        del self._storages[address]
+        self._resize(self._storages.pop(address), 0)
 
-    def _resize(self, known: _Storage, size: int) -> None:
-        if size != known.bytes:
-            change, known.bytes = size - known.bytes, size
-            self._count(known, change)
+    def _put(self, storage: _Storage, category: str) -> None:
+        size = storage.bytes
+        self._resize(storage, 0)
+        storage.category = category
+        self._resize(storage, size)
 
-    def _count(self, storage: _Storage, change: int) -> None:
-        self._total += change
-        self.now[storage.category] += change
-        self.most[storage.category] = max(self.most[storage.category], self.now[storage.category])
+    def _resize(self, storage: _Storage, size: int) -> None:
+        change, storage.bytes = size - storage.bytes, size
+        if change:
+            self._total += change
+            self.now[storage.category] += change
+            self.most[storage.category] = max(self.most[storage.category], self.now[storage.category])
         if self._total > self.peak:
             self.peak = self._total
             self._parts_of_peak = [(each, each.bytes) for each in self._storages.values()]

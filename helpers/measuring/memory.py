@@ -1,4 +1,4 @@
-"""Memory instruments for use inside a rank: tensors by category, the KV cache, the process as the operating system sees it.
+"""Memory instruments for use inside a rank: tensors by category, and the process as the operating system sees it.
 
 Why these mechanisms: saved-tensor hooks and an operator-level ledger are exact in bytes and tell the categories apart; the
 profiler's totals agree with them; the resident size of a process is what the machine gives, with the allocator's own share.
@@ -7,7 +7,7 @@ profiler's totals agree with them; the resident size of a process is what the ma
 import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
@@ -79,68 +79,42 @@ def track(
         ledger.mark([parameter.grad for parameter in parameters], "gradients")
         ledger.mark(dict(optimizer.state) if optimizer is not None else {}, "optimizer_state")
 
-    def mark_outputs(module: Any, arguments: Any, output: Any) -> None:
+    def mark_cache(module: Any, arguments: Any, output: Any) -> None:
+        layers = getattr(getattr(output, "past_key_values", None), "layers", ())
         if not torch.is_grad_enabled():  # otherwise autograd keeps keys and values: they are activations
-            ledger.mark(_cache_tensors(getattr(output, "past_key_values", None)), "kv_cache")
+            ledger.mark([(layer.keys, layer.values) for layer in layers], "kv_cache")
 
     ledger.mark(list(inner.buffers()), "other")
     ledger.mark(parameters, "parameters")
     mark_states()
-    with ExitStack() as hooks:
-        handles = [
-            inner.register_forward_pre_hook(lambda _, arguments, keywords: ledger.give((arguments, keywords)), with_kwargs=True),
-            inner.register_forward_hook(mark_outputs),
-        ]
-        handles += [
-            parameter.register_post_accumulate_grad_hook(lambda parameter: ledger.mark(parameter.grad, "gradients"))
-            for parameter in parameters
-            if parameter.requires_grad
-        ]
-        if head is not None:
-            handles.append(head.register_forward_hook(lambda module, arguments, output: ledger.mark(output, "logits")))
-        if optimizer is not None:
-            handles += [optimizer.register_step_pre_hook(mark_states), optimizer.register_step_post_hook(mark_states)]
-        for handle in handles:
-            hooks.callback(handle.remove)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(place)
+    handles = [
+        inner.register_forward_pre_hook(lambda _, arguments, keywords: ledger.give((arguments, keywords)), with_kwargs=True),
+        inner.register_forward_hook(mark_cache),
+    ]
+    handles += [
+        parameter.register_post_accumulate_grad_hook(lambda parameter: ledger.mark(parameter.grad, "gradients"))
+        for parameter in parameters
+        if parameter.requires_grad
+    ]
+    if head is not None:
+        handles.append(head.register_forward_hook(lambda module, arguments, output: ledger.mark(output, "logits")))
+    if optimizer is not None:
+        handles += [optimizer.register_step_pre_hook(mark_states), optimizer.register_step_post_hook(mark_states)]
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(place)
+    try:
         with ledger:
             yield use
-        mark_states()
+    finally:
+        for handle in handles:
+            handle.remove()
+    mark_states()
     if on_gpu:
         use.allocated, use.reserved = torch.cuda.max_memory_allocated(place), torch.cuda.max_memory_reserved(place)
     use.peak, use.at_peak = ledger.peak, dict(ledger.at_peak)
     for category, size in ledger.most.items():
         setattr(use, category, size)
     use.other = use.at_peak.get("other", 0)
-
-
-def _cache_tensors(cache: Any) -> list[torch.Tensor]:
-    """Return the keys and values of a transformers cache, or of a tuple of (keys, values)."""
-    if cache is None:
-        return []
-    layers = getattr(cache, "layers", cache)
-    pairs = [(layer.keys, layer.values) if hasattr(layer, "keys") else layer for layer in layers]
-    return [tensor for pair in pairs for tensor in pair if isinstance(tensor, torch.Tensor)]
-
-
-def kv_cache(past_key_values: Any) -> int:
-    """Return the bytes that a KV cache holds on this rank: a transformers cache, or a tuple of (keys, values), layer by layer.
-
-    Keys and values are (batch, key-value heads, tokens, head size). After `generate` the cache holds prompt + new tokens − 1:
-    the last token is never fed back. Raises TypeError where there are no keys and values.
-    """
-    try:
-        tensors = _cache_tensors(past_key_values)
-    except TypeError:
-        tensors = []
-    if not tensors:
-        raise TypeError(
-            f"no keys and values in a {type(past_key_values).__name__}: pass `model(…, use_cache=True).past_key_values`, "
-            "or that of `model.generate(…, return_dict_in_generate=True)`"
-        )
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 @dataclass
@@ -154,11 +128,6 @@ class HostUse:
     peak: int | None = None
     after: int | None = None
     note: str | None = None
-
-    @property
-    def grown(self) -> int | None:
-        """How far the peak lies above what there was before."""
-        return None if self.peak is None else self.peak - self.before
 
 
 @contextmanager
