@@ -1,7 +1,7 @@
 """Sentences drawn from a grammar with known probabilities, so that the best reachable loss is a known number.
 
 `data/corpus/grammar.yaml` holds the grammar. It is LL(1): the next word alone decides which rule is used, so each sentence has
-exactly one derivation and `log_probability` is exact. All figures are in nats (natural logarithms); the end of a sentence
+exactly one derivation (tools/likelihood.py finds it). All figures are in nats (natural logarithms); the end of a sentence
 counts as a token, the beginning does not, because it is given.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -64,12 +63,6 @@ def rules() -> dict[str, tuple[Rule, ...]]:
     return {page["start"]: found.pop(page["start"])} | found
 
 
-@cache
-def vocabulary() -> tuple[str, ...]:
-    """The words that sentences are made of, in alphabetical order, without the end of sentence."""
-    return tuple(sorted({item for row in rules().values() for rule in row for item in rule.expansion if item not in rules()}))
-
-
 def sentences(count: int, *, seed: int = 0) -> list[str]:
     """`count` sentences drawn independently from the grammar; the same seed gives the same sentences on every machine."""
     generator = random.Random(seed)
@@ -77,96 +70,19 @@ def sentences(count: int, *, seed: int = 0) -> list[str]:
 
 
 def _words(generator: random.Random) -> Iterator[str]:
-    stack, ladders = [next(iter(rules()))], _ladders()
+    stack = [next(iter(rules()))]
     while stack:
         symbol = stack.pop()
-        if symbol in ladders:
-            ladder, row = ladders[symbol]
-            stack.extend(reversed(row[min(bisect(ladder, generator.random()), len(row) - 1)].expansion))
+        if symbol in rules():
+            chosen = generator.choices(rules()[symbol], cum_weights=_cumulated(symbol))[0]
+            stack.extend(reversed(chosen.expansion))
         else:
             yield symbol
 
 
 @cache
-def _ladders() -> dict[str, tuple[list[float], tuple[Rule, ...]]]:
-    return {symbol: (list(accumulate(rule.probability for rule in row)), row) for symbol, row in rules().items()}
-
-
-@cache
-def _moves(stack: tuple[str, ...]) -> dict[str, tuple[float, tuple[str, ...]]]:
-    """What may come when `stack` (last first) is still to be written: word -> its probability, and the stack after it."""
-    if not stack:
-        return {}
-    *rest, top = stack
-    if top not in rules():
-        return {top: (1.0, tuple(rest))}
-    return {
-        word: (rule.probability * probability, after)
-        for rule in rules()[top]
-        for word, (probability, after) in _moves((*rest, *reversed(rule.expansion))).items()
-    }
-
-
-def _walk(words: Iterable[str]) -> Iterator[tuple[dict[str, tuple[float, tuple[str, ...]]], str]]:
-    """Each word with the moves that were open before it; stops after the first word that is not among them."""
-    stack: tuple[str, ...] = (END, next(iter(rules())))
-    for word in words:
-        moves = _moves(stack)
-        yield moves, word
-        if word not in moves:
-            return
-        stack = moves[word][1]
-
-
-def distributions(prefix: str) -> list[dict[str, float]]:
-    """What the grammar allows in place of each word of `prefix`, and after its last: word -> probability.
-
-    One entry more than `prefix` has words; END is among the words where a sentence may end.
-    Raises ValueError for a prefix that no sentence begins with.
-    """
-    words, result = prefix.split(), []
-    for moves, word in _walk([*words, END]):
-        result.append({word: probability for word, (probability, _) in moves.items()})
-        if word not in moves and len(result) <= len(words):
-            raise ValueError(
-                f"no sentence begins with {prefix!r}: {word!r} is not possible there, {next(iter(moves), None)!r} would be"
-            )
-    return result
-
-
-def token_log_probabilities(sentence: str) -> list[float]:
-    """log P(token | tokens before it) for each word of `sentence` and for its end: one number more than it has words.
-
-    A word that the grammar does not allow at its place gets minus infinity, and the list stops there.
-    """
-    return [math.log(moves[word][0]) if word in moves else -math.inf for moves, word in _walk([*sentence.split(), END])]
-
-
-def log_probability(sentence: str) -> float:
-    """Natural logarithm of the probability that the grammar gives this sentence, end included; minus infinity for no sentence."""
-    return math.fsum(token_log_probabilities(sentence))
-
-
-def parses(sentence: str) -> bool:
-    """Whether `sentence` (words separated by spaces) is a sentence of the grammar."""
-    return log_probability(sentence) > -math.inf
-
-
-def nll(texts: Iterable[str]) -> float:
-    """Mean negative log-likelihood of these sentences under the grammar, in nats per token: no model can expect to do better.
-
-    Raises ValueError for an empty list and for a text that is not a sentence of the grammar.
-    """
-    tokens = []
-    for text in texts:
-        tokens += token_log_probabilities(text)
-        if tokens[-1] == -math.inf:
-            raise ValueError(
-                f"{text!r} is not a sentence of the grammar, so its likelihood is zero; corpus.parses tells them apart"
-            )
-    if not tokens:
-        raise ValueError("nll needs at least one sentence")
-    return -math.fsum(tokens) / len(tokens)
+def _cumulated(symbol: str) -> list[float]:
+    return list(accumulate(rule.probability for rule in rules()[symbol]))
 
 
 @cache
@@ -180,17 +96,16 @@ def entropy() -> Entropy:
     import numpy as np
 
     symbols = list(rules())
-    index = {symbol: position for position, symbol in enumerate(symbols)}
     uses = np.zeros((len(symbols), len(symbols)))  # uses[i, j]: expected number of symbol j in one expansion of symbol i
-    words, choice = np.zeros(len(symbols)), np.zeros(len(symbols))
-    for symbol, row in rules().items():
+    choice, words = np.zeros(len(symbols)), np.zeros(len(symbols))  # of one expansion: its entropy, its expected number of words
+    for number, row in enumerate(rules().values()):
         for probability, expansion in row:
-            choice[index[symbol]] -= probability * math.log(probability)
+            choice[number] -= probability * math.log(probability)
             for item in expansion:
-                if item in index:
-                    uses[index[symbol], index[item]] += probability
+                if item in symbols:
+                    uses[number, symbols.index(item)] += probability
                 else:
-                    words[index[symbol]] += probability
+                    words[number] += probability
     expected = np.linalg.solve(np.eye(len(symbols)) - uses.T, np.eye(len(symbols))[0])
     per_sentence, tokens = float(expected @ choice), float(expected @ words) + 1
     return Entropy(per_sentence / tokens, per_sentence, tokens)

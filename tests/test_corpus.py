@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from functools import cache
 
+import likelihood
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,9 +95,9 @@ def test_grammar_is_ll1_hence_unambiguous():
 
 
 def test_size_of_the_language():
-    assert len(corpus.vocabulary()) == 276
-    assert all(word not in corpus.rules() for word in corpus.vocabulary())
-    assert corpus.vocabulary() == tuple(sorted(corpus.vocabulary()))
+    assert len(likelihood.vocabulary()) == 276
+    assert all(word not in corpus.rules() for word in likelihood.vocabulary())
+    assert likelihood.vocabulary() == tuple(sorted(likelihood.vocabulary()))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_size_of_the_language():
     ["the dog sleeps", "today the children help the dog", "Anna says that these dogs find two apples and many birds sing"],
 )
 def test_sentences_that_parse(sentence):
-    assert corpus.parses(sentence)
+    assert likelihood.parses(sentence)
     assert derivations(sentence)[0] == 1
 
 
@@ -122,15 +123,15 @@ def test_sentences_that_parse(sentence):
     ],
 )
 def test_what_is_no_sentence(sentence):
-    assert not corpus.parses(sentence)
-    assert corpus.log_probability(sentence) == -math.inf
+    assert not likelihood.parses(sentence)
+    assert likelihood.log_probability(sentence) == -math.inf
 
 
 def test_one_derivation_and_its_exact_probability():
     for sentence in corpus.sentences(150, seed=11):
         ways, probability = derivations(sentence)
         assert ways == 1, sentence
-        assert corpus.log_probability(sentence) == pytest.approx(math.log(probability), abs=1e-9)
+        assert likelihood.log_probability(sentence) == pytest.approx(math.log(probability), abs=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -144,62 +145,49 @@ def test_recogniser_agrees_with_trying_every_rule(seed, data):
     elif change == "double":
         words.insert(place, words[place])
     elif change == "replace":
-        words[place] = data.draw(st.sampled_from(corpus.vocabulary()))
+        words[place] = data.draw(st.sampled_from(likelihood.vocabulary()))
     else:
         random.Random(seed).shuffle(words)
     sentence = " ".join(words)
     ways, probability = derivations(sentence)
-    assert corpus.parses(sentence) == (ways == 1)
+    assert likelihood.parses(sentence) == (ways == 1)
     if ways:
-        assert corpus.log_probability(sentence) == pytest.approx(math.log(probability), abs=1e-9)
+        assert likelihood.log_probability(sentence) == pytest.approx(math.log(probability), abs=1e-9)
 
 
 @pytest.mark.parametrize("prefix", ["", "the", "the old dogs whom", "Anna says that these dogs find two apples"])
-def test_distributions_add_up_and_agree_with_log_probabilities(prefix):
-    before = corpus.distributions(prefix)
+def test_probabilities_of_all_that_may_follow_add_up_to_one(prefix):
     place = len(prefix.split())
-    assert len(before) == place + 1
-    assert [math.fsum(shares.values()) for shares in before] == pytest.approx([1] * len(before), abs=1e-9)
-    following = before[-1]
-    for word in corpus.vocabulary():
-        share = corpus.token_log_probabilities(f"{prefix} {word}")[place]
-        assert math.exp(share) == pytest.approx(following.get(word, 0))
-    end = corpus.token_log_probabilities(prefix)[place]
-    assert math.exp(end) == pytest.approx(following.get(corpus.END, 0))
-
-
-def test_distributions_refuse_what_no_sentence_begins_with():
-    with pytest.raises(ValueError, match="no sentence begins with 'the dog sleep now': 'sleep' is not possible there"):
-        corpus.distributions("the dog sleep now")
-    with pytest.raises(ValueError, match="'again' is not possible"):
-        corpus.distributions("Anna again")
+    following = [likelihood.token_log_probabilities(f"{prefix} {word}")[place] for word in likelihood.vocabulary()]
+    following.append(likelihood.token_log_probabilities(prefix)[place])  # the end of the sentence
+    assert math.fsum(map(math.exp, following)) == pytest.approx(1, abs=1e-9)
 
 
 def test_token_log_probabilities_add_up():
     sentence = "the dogs whom Anna sees sleep"
-    tokens = corpus.token_log_probabilities(sentence)
+    tokens = likelihood.token_log_probabilities(sentence)
     assert len(tokens) == len(sentence.split()) + 1
-    assert math.fsum(tokens) == corpus.log_probability(sentence)
+    assert math.fsum(tokens) == likelihood.log_probability(sentence)
 
 
 def test_sampled_words_follow_the_probabilities():
     drawn = corpus.sentences(4000, seed=2)
     begins = Counter(sentence.split()[0] for sentence in drawn)
     for word, times in begins.most_common(12):
-        expected = len(drawn) * math.exp(corpus.token_log_probabilities(word)[0])
+        expected = len(drawn) * math.exp(likelihood.token_log_probabilities(word)[0])
         assert abs(times - expected) < 5 * math.sqrt(expected), word
 
 
 def test_entropy_equals_what_sampling_approaches():
     drawn = corpus.sentences(6000, seed=3)
     entropy = corpus.entropy()
-    surprise = [-corpus.log_probability(sentence) for sentence in drawn]
+    surprise = [-likelihood.log_probability(sentence) for sentence in drawn]
     tokens = [len(sentence.split()) + 1 for sentence in drawn]
     for measured, exact in ((surprise, entropy.per_sentence), (tokens, entropy.tokens_per_sentence)):
         assert abs(statistics.mean(measured) - exact) < 4 * statistics.stdev(measured) / math.sqrt(len(drawn))
     assert entropy.per_token == pytest.approx(entropy.per_sentence / entropy.tokens_per_sentence)
     assert entropy.per_token == pytest.approx(2.3526, abs=1e-4)
-    assert corpus.nll(drawn) == pytest.approx(sum(surprise) / sum(tokens))
+    assert likelihood.nll(drawn) == pytest.approx(sum(surprise) / sum(tokens))
 
 
 def test_a_seed_means_the_same_sentences_everywhere():
@@ -210,9 +198,9 @@ def test_a_seed_means_the_same_sentences_everywhere():
 
 def test_nll_refuses_what_has_no_likelihood():
     with pytest.raises(ValueError, match="'the dog sleep' is not a sentence"):
-        corpus.nll(["the dog sleeps", "the dog sleep"])
+        likelihood.nll(["the dog sleeps", "the dog sleep"])
     with pytest.raises(ValueError, match="at least one"):
-        corpus.nll([])
+        likelihood.nll([])
 
 
 def test_batch_holds_the_sentences_of_its_seed():

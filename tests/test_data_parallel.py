@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 
+import likelihood
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import corpus, data_parallel, launch, models
+from helpers import data_parallel, launch, models
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def test_prompts_begin_sentences_of_the_grammar_and_their_lengths_have_a_long_ta
     lengths = sorted(row["words"] for row in rows)
     for row in rows:
         assert len(row["prompt"].split()) == row["words"]
-        assert len(corpus.token_log_probabilities(row["prompt"])) == row["words"] + 1  # every word is allowed at its place
+        assert len(likelihood.token_log_probabilities(row["prompt"])) == row["words"] + 1  # every word is allowed at its place
     assert sum(lengths[-len(lengths) // 10 :]) > sum(lengths) / 2  # a tenth of the prompts has most of the words
     assert lengths[-1] > 20 * lengths[len(lengths) // 2]
     assert [row["id"] for row in rows] == list(range(len(rows)))

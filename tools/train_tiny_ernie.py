@@ -12,6 +12,7 @@ import argparse
 import time
 from pathlib import Path
 
+import likelihood
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn.functional import cross_entropy
@@ -46,7 +47,7 @@ CONFIG = Ernie4_5Config(
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a word; `<s>` is put before each text, so that an encoded text is a prompt the model can continue."""
-    words = [*SPECIAL.values(), *corpus.vocabulary()]
+    words = [*SPECIAL.values(), *likelihood.vocabulary()]
     words += [f"<unused_{number}>" for number in range(VOCABULARY - len(words))]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=SPECIAL["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -101,7 +102,7 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer, model = make_tokenizer(), Ernie4_5ForCausalLM(CONFIG)
     held_out = corpus.sentences(HELD_OUT, seed=0)
-    floor = corpus.nll(held_out)
+    floor = likelihood.nll(held_out)
     print(
         f"{model.num_parameters():,} parameters; floor {floor:.4f} nats per token on {len(held_out)} held-out sentences",
         flush=True,
