@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
@@ -22,21 +24,6 @@ from helpers.predict.architecture import architecture
 
 if TYPE_CHECKING:
     from helpers.launching.results import Run
-
-__all__ = [
-    "SCHEDULES",
-    "SLOTS",
-    "Operation",
-    "RecordedStage",
-    "Stage",
-    "balance",
-    "bubble",
-    "costs",
-    "idle",
-    "in_flight",
-    "order",
-]
-__all__ += ["place", "recorded"]
 
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}  # torch's name -> stages on each rank
 SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # backward multiplies twice as much as forward
@@ -106,20 +93,18 @@ class RecordedStage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-def costs(config: Any, by: str = "time") -> list[int]:
+def costs(config: Any) -> list[int]:
     """Return what [embedding, layer 0, layer 1, …, output matrix] cost: the list that `balance` divides.
 
-    "time": multiplications a token; looking up an embedding takes none, attention's scores are left out. "memory": parameters,
-    the output matrix counted though it be tied, because it is a copy on its stage. Raises ValueError for another `by` and for
-    mixtures of experts by time, whose work depends on the tokens.
+    They are multiplications a token; looking up an embedding takes none, attention's scores are left out. Raises ValueError for
+    mixtures of experts, whose work depends on the tokens.
     """
     shape = architecture(config)
-    if by not in ("time", "memory") or (by == "time" and shape.experts):
-        raise ValueError(f'costs by {by!r} of a model with {shape.experts} experts: "memory", or for a dense model "time"')
-    groups = [shape.embedding_parameters() if by == "memory" else []]
-    groups += [shape.layer_parameters(layer) for layer in range(shape.layers)]
-    groups += [shape.head_parameters(copy_of_tied=True)]
-    return [sum(each.elements for each in group if each.linear or by == "memory") for group in groups]
+    if shape.experts:
+        raise ValueError(f"the work of {shape.experts} experts depends on the tokens: write such costs down yourself")
+    layers = [shape.layer_parameters(layer) for layer in range(shape.layers)]
+    groups = [[], *layers, shape.head_parameters(copy_of_tied=True)]
+    return [sum(each.elements for each in group if each.inputs) for group in groups]
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
@@ -132,21 +117,21 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     if not isinstance(stages, int) or not 1 <= stages <= layers:
         raise ValueError(f"{stages!r} stages for {layers} layers: at least 1 stage, and at most one a layer")
 
-    total = [0, *itertools.accumulate(costs)]
-    best = {first: (total[-1] - total[first], len(costs)) for first in range(len(costs))}  # of the one stage that is left
-    cuts = []  # for each number of stages left: first item -> where its stage ends
-    for left in range(2, stages + 1):
-        ends = {first: range(max(first + 1, 2), len(costs) - left + 2) for first in range(len(costs) - left + 1)}
-        best = {
-            first: min((max(total[end] - total[first], best[end][0]), end) for end in possible)  # a layer beside the embedding
-            for first, possible in ends.items()
-            if possible
-        }
-        cuts.append({first: end for first, (_, end) in best.items()})
-    found = [0]
+    total = np.concatenate([[0], np.cumsum(costs)])
+    stage = total - total[:, None]  # [first, end]: what a stage of the items first … end − 1 costs
+    first, end = np.indices(stage.shape)
+    stage = np.where((end > first) & (end > 1), stage, np.inf)  # at least one item, and a layer beside the embedding
+    least = stage[:, -1]  # [first]: of all stages from there on, the costliest; at first there is one
+    cuts = []  # for each number of stages left, [first]: where its stage ends
+    for _ in range(stages - 1):
+        costliest = np.maximum(stage, least)
+        cuts.append(costliest.argmin(axis=1))
+        least = costliest.min(axis=1)
+    ends = [0]
     for cut in reversed(cuts):
-        found.append(cut[found[-1]])
-    return [range(start, end) for start, end in itertools.pairwise([0, *(end - 1 for end in found[1:]), layers])]
+        ends.append(int(cut[ends[-1]]))
+    bounds = [0, *(each - 1 for each in ends[1:]), layers]  # item 0 is the embedding
+    return [range(*pair) for pair in itertools.pairwise(bounds)]
 
 
 def order(schedule: str, ranks: int, micro_batches: int) -> list[list[Operation]]:
@@ -196,29 +181,23 @@ def place(
     last = max((each.stage for row in rows for each in row), default=0)
     made: dict[tuple[str, int, int], tuple[float, int]] = {}  # (what, micro-batch, stage) -> (when, on which rank)
     placed: list[list[Operation]] = [[] for _ in rows]
-
-    def proceed(rank: int) -> bool:
-        """Place the next operation of a rank if its inputs exist."""
-        if len(placed[rank]) == len(rows[rank]):
-            return False
-        each = rows[rank][len(placed[rank])]
-        inputs = _inputs(each, last)
-        if any(need not in made for need in inputs):
-            return False
-        arrivals = [when + message * (where != rank) for when, where in (made[need] for need in inputs)]
-        start = max([placed[rank][-1].end if placed[rank] else 0, *arrivals])
-        end = start + takes(each)
-        placed[rank].append(each._replace(start=start, end=end))
-        made[{"F": "output", "W": "weights"}.get(each.kind, "gradient"), each.micro_batch, each.stage] = end, rank
-        return True
-
-    while any(proceed(rank) for rank in range(len(rows))):
-        pass
-    for rank, row in enumerate(rows):
-        if len(placed[rank]) < len(row):
-            each = row[len(placed[rank])]
-            what, batch, stage = next(need for need in _inputs(each, last) if need not in made)
-            raise ValueError(f"rank {rank} waits for ever: {each} needs the {what} of micro-batch {batch} from stage {stage}")
+    waiting = [deque(row) for row in rows]
+    while any(waiting):
+        ready = [rank for rank, row in enumerate(waiting) if row and made.keys() >= set(_inputs(row[0], last))]
+        if not ready:
+            rank = next(rank for rank, row in enumerate(waiting) if row)
+            what, batch, stage = next(need for need in _inputs(waiting[rank][0], last) if need not in made)
+            raise ValueError(
+                f"rank {rank} waits for ever: {waiting[rank][0]} needs the {what} of micro-batch {batch} from stage {stage}"
+            )
+        for rank in ready:
+            each = waiting[rank].popleft()
+            inputs = [made[need] for need in _inputs(each, last)]
+            free = placed[rank][-1].end if placed[rank] else 0
+            start = max([free, *(when + message * (where != rank) for when, where in inputs)])
+            end = start + takes(each)
+            placed[rank].append(each._replace(start=start, end=end))
+            made[{"F": "output", "W": "weights"}.get(each.kind, "gradient"), each.micro_batch, each.stage] = end, rank
     return placed
 
 
@@ -250,18 +229,21 @@ def recorded(run: Run, step: int = -1) -> list[list[Operation]]:
     The operations are regions of a `RecordedStage` with the rank's number; time 0 is when the first rank began the step.
     Raises ValueError where a rank has no such step.
     """
-    found, begins = [], []
+    regions = sorted(run.regions, key=lambda each: each.start)
+    steps = []
     for rank in range(run.ranks):
-        own = sorted((each for each in run.regions if each.rank == rank), key=lambda each: each.start)
-        steps = [each for each in own if each.name == "step"]
-        if not -len(steps) <= step < len(steps):
-            raise ValueError(f'rank {rank} has {len(steps)} regions "step": put clock.region("step") around schedule.step')
-        whole = steps[step]
-        begins.append(whole.start)
-        inside = [each for each in own if whole.start <= each.start < whole.end and re.fullmatch(r"[FB]\d+", each.name)]
-        found.append([_operation(each.name, rank)._replace(start=each.start, end=each.end) for each in inside])
-    zero = min(begins)
-    return [[each._replace(start=each.start - zero, end=each.end - zero) for each in row] for row in found]
+        own = [each for each in regions if each.rank == rank and each.name == "step"]
+        if not -len(own) <= step < len(own):
+            raise ValueError(f'rank {rank} has {len(own)} regions "step": put clock.region("step") around schedule.step')
+        steps.append(own[step])
+    zero = min(each.start for each in steps)
+    found: list[list[Operation]] = [[] for _ in steps]
+    for each in regions:
+        whole = steps[each.rank]
+        if whole.start <= each.start < whole.end and re.fullmatch(r"[FB]\d+", each.name):
+            operation = _operation(each.name, each.rank)
+            found[each.rank].append(operation._replace(start=each.start - zero, end=each.end - zero))
+    return found
 
 
 def _span(placed: Sequence[Sequence[Operation]]) -> float:

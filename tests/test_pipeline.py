@@ -178,13 +178,19 @@ def test_a_large_vocabulary_weighs_as_much_as_layers():
     assert costs[0] == 0
     assert costs[-1] == shape.vocab_size * shape.hidden_size
     assert pipeline.balance(costs, 2) == [range(13), range(13, 18)]
-    assert pipeline.balance(pipeline.costs(shape, "memory"), 2) == [range(9), range(9, 18)]
-    with pytest.raises(ValueError, match="costs by 'speed'"):
-        pipeline.costs(shape, "speed")
+    experts = transformers.MixtralConfig(num_local_experts=4)
+    with pytest.raises(ValueError, match="the work of 4 experts depends on the tokens"):
+        pipeline.costs(experts)
 
 
-def test_a_thousand_layers_are_cut_too():
-    assert pipeline.balance([0] + [1] * 1000 + [0], 100) == [range(start, start + 10) for start in range(0, 1000, 10)]
+@pytest.mark.parametrize("size", [2, 5, 10])
+def test_a_thousand_layers_are_cut_too(size):
+    assert pipeline.balance([0] + [1] * 1000 + [0], 1000 // size) == [range(i, i + size) for i in range(0, 1000, size)]
+
+
+def test_of_equal_cuts_the_one_with_earlier_ends_is_taken():
+    assert pipeline.balance([0, 3, 1, 1, 3, 0], 3) == [range(1), range(1, 3), range(3, 4)]
+    assert pipeline.balance([0, 2, 0, 2, 0], 2) == [range(1), range(1, 3)]
 
 
 def test_what_cannot_be_cut_is_refused():
