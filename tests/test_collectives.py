@@ -394,7 +394,7 @@ def test_ranks_of_a_subgroup_are_global():
     ]
 
 
-# Waiting, pausing, failing ----------------------------------------------------------------------------------------------
+# Waiting, failing ------------------------------------------------------------------------------------------------------
 
 
 def test_a_send_nobody_waits_for_has_no_end():
@@ -457,25 +457,6 @@ def test_a_collective_that_fails_has_no_end():
     assert record.waited_from >= record.start
 
 
-def test_paused_records_nothing_and_counts_nothing():
-    def job():
-        import torch
-        import torch.distributed as dist
-
-        from helpers.measuring import collectives
-
-        dist.all_reduce(torch.ones(1))
-        with collectives.paused():
-            dist.all_reduce(torch.ones(2))
-            with collectives.paused():
-                dist.barrier()
-            dist.all_reduce(torch.ones(3))
-        dist.all_reduce(torch.ones(4))
-
-    run = launch(job, ranks=2)
-    assert [(c.sequence, c.bytes) for c in run.collectives if c.rank == 0] == [(0, 4), (1, 16)]
-
-
 MISFIT = """
 import sys
 import torch, torch.distributed as dist
@@ -486,23 +467,23 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, wo
 tensor = torch.ones(2)
 
 operators.OPERATORS["no_such_operator"] = operators.Operator("none", 0)
-collectives.start(f"{folder}/missing", 0)
+collectives.start(f"{folder}/missing")
 dist.all_reduce(tensor)
 with clock.region("still timed"):
     pass
 collectives.stop()
 
 del operators.OPERATORS["no_such_operator"]
-collectives.start(f"{folder}/broken", 0)
+collectives.start(f"{folder}/broken")
 collectives.payload = lambda operator, arguments: 1 / 0
 dist.all_reduce(tensor)
 dist.all_reduce(tensor)
 collectives.stop()
 
 collectives.payload = operators.payload
-collectives.start(f"{folder}/whole", 0)
+collectives.start(f"{folder}/whole")
 try:
-    collectives.start(f"{folder}/second", 0)
+    collectives.start(f"{folder}/second")
 except RuntimeError as error:
     assert "records already" in str(error)
 else:
@@ -552,12 +533,12 @@ def test_the_records_of_a_killed_rank_survive(number):
     assert records[0].end is not None
 
 
-def test_a_line_cut_off_by_death_is_left_out(tmp_path):
+def test_an_event_cut_off_by_death_is_left_out(tmp_path):
     path = str(tmp_path / "records")
-    writer = journal.Journal(path, 3)
-    writer.issue(0, "all_reduce", [0, 3], "float32", (2,), 8, 1.0, 'cell 1, line 1: f("é")', None, None)
+    writer = journal.Journal(path)
+    writer.write("issue", 0, "all_reduce", (0, 3), "float32", (2,), 8, 1.0, None, 'cell 1, line 1: f("é")', None, None)
     writer.write("region", "name", 1.0, 2.0)
-    writer.issue(1, "barrier", [0, 3], None, (), 0, 3.0, None, None, 3.0)
+    writer.write("issue", 1, "barrier", (0, 3), None, (), 0, 3.0, None, None, None, 3.0)
     writer.close()
     writer.write("region", "after the end", 1.0, 2.0)
     whole = collectives.read(path, 3)

@@ -175,7 +175,7 @@ def _prepare(request: dict[str, Any], rank: int) -> tuple[Callable[..., Any], tu
     if request["record"]:
         from helpers.measuring import collectives
 
-        collectives.start(file_of(request, "records", rank), rank)
+        collectives.start(file_of(request, "records", rank))
     with open(shipping.find((request["memory"], request["folder"]), "call"), "rb") as file:
         return shipping.loads(file.read())
 

@@ -24,8 +24,8 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from helpers.measuring.journal import Recorded, read
 from helpers.measuring.operators import OPERATORS, Operator, payload, tensors_of
 from helpers.measuring.sources import learner_line
 
-__all__ = ["Recorded", "paused", "read", "start", "stop"]
+__all__ = ["Recorded", "read", "start", "stop"]
 
 
 @dataclass(eq=False)
@@ -47,16 +47,30 @@ class _Pending:
     has_future: bool = False  # and the future writes down the end
 
 
+def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
+    """An error of the recorder's own must not break the job: it ends the recording, and the method returns None."""
+
+    @functools.wraps(method)
+    def guarded(recorder: "_Recorder", *arguments: Any) -> Any:
+        global _recorder
+        try:
+            return method(recorder, *arguments)
+        except Exception as error:
+            _recorder = None
+            recorder.journal.write("problem", f"the recorder stopped: {type(error).__name__}: {error}")
+            return None
+
+    return guarded
+
+
 class _Recorder:
-    """What `start` begins and `stop` ends. Nothing in here may break the job: an error of its own stops the recording."""
+    """Writes down what one process issues, from `start` to `stop`."""
 
     def __init__(self, writer: journal.Journal) -> None:
         import torch.distributed as dist
 
         self._dist = dist
         self.journal = writer
-        self.paused = 0  # depth of `paused` blocks
-        self.over = False
         self._sequence = itertools.count()
         self._pending: weakref.WeakKeyDictionary[Any, _Pending] = weakref.WeakKeyDictionary()  # by Work
         self._newest: deque[Any] = deque(maxlen=4)  # works that are kept until the caller holds them: Python then sees the same
@@ -64,83 +78,79 @@ class _Recorder:
         self._cuda: deque[tuple[int, Any]] = deque()  # (sequence, event behind the collective)
         self._cuda_zero: tuple[Any, float] | None = None  # an event, and the time at which it completed
 
-    def fail(self, error: Exception) -> None:
-        """Stop recording because of `error`."""
-        self.over = True
-        self.journal.write("problem", f"the recorder stopped: {type(error).__name__}: {error}")
-
-    def issued(self, operator: Operator, arguments: tuple[Any, ...], group_at: int, blocks: bool) -> _Pending | None:
+    @_harmless
+    def issued(self, operator: Operator, arguments: tuple[Any, ...], group_at: int, blocks: bool) -> _Pending:
         """Write down that `operator` is being issued; `blocks` says that the caller goes on when it is done, not before."""
         start = time.perf_counter()
-        try:
-            ranks = self._dist.get_process_group_ranks(self._dist.ProcessGroup.unbox(arguments[group_at]))
-            peer = None if operator.peer is None else ranks[arguments[operator.peer]]
-            sequence = next(self._sequence)
-            waited_from = start if blocks else None
-            source = learner_line(sys._getframe(1))
-            self.journal.issue(sequence, operator.op, ranks, *payload(operator, arguments), start, source, peer, waited_from)
-            cuda = any(tensor.is_cuda for tensor in tensors_of(arguments[0]))
-            if cuda and self._cuda_zero is None:
-                zero = _cuda_event()
-                zero.synchronize()
-                self._cuda_zero = zero, time.perf_counter()
-            return _Pending(sequence, operator, ranks, cuda, blocks)
-        except Exception as error:
-            self.fail(error)
-            return None
+        ranks = self._dist.get_process_group_ranks(self._dist.ProcessGroup.unbox(arguments[group_at]))
+        peer = None if operator.peer is None else ranks[arguments[operator.peer]]
+        sequence = next(self._sequence)
+        self.journal.write(
+            "issue",
+            sequence,
+            operator.op,
+            tuple(ranks),
+            *payload(operator, arguments),
+            start,
+            None,
+            learner_line(sys._getframe(1)),
+            peer,
+            start if blocks else None,
+        )
+        cuda = any(tensor.is_cuda for tensor in tensors_of(arguments[0]))
+        if cuda and self._cuda_zero is None:
+            zero = _cuda_event()
+            zero.synchronize()
+            self._cuda_zero = zero, time.perf_counter()
+        return _Pending(sequence, operator, ranks, cuda, blocks)
 
+    @_harmless
     def returned(self, pending: _Pending, arguments: tuple[Any, ...], result: Any) -> None:
         """Arrange that the end of the operation that returned `result` is written down."""
-        try:
-            boxed = result[-1] if isinstance(result, tuple) else result
-            if boxed is None:  # monitored_barrier
-                self._done(pending)
-                return
-            work = self._dist.Work.unbox(boxed)
-            self._pending[work] = pending
-            future = None
-            if pending.cuda or not pending.blocks:  # otherwise Python's wait for it follows at once
-                with suppress(RuntimeError):  # gloo's send, receive and reduce_scatter have none
-                    future = work.get_future()
-            if future is None:
-                self._newest.append(work)
-                if pending.operator.op == "reduce_scatter" and not pending.blocks:
-                    self._storages[_storage(tensors_of(arguments[0])[0])] = pending
-            else:
+        boxed = result[-1] if isinstance(result, tuple) else result
+        if boxed is None:  # monitored_barrier
+            self._done(pending)
+            return
+        work = self._dist.Work.unbox(boxed)
+        self._pending[work] = pending
+        if pending.cuda or not pending.blocks:  # otherwise Python's wait for it follows at once
+            with suppress(RuntimeError):  # gloo's send, receive and reduce_scatter have no future
+                work.get_future().add_done_callback(functools.partial(self._completed, pending, work))
                 pending.has_future = True
-                future.add_done_callback(functools.partial(self._completed, pending, work))
-            self._write_cuda_ends()
-        except Exception as error:
-            self.fail(error)
+        if not pending.has_future:
+            self._newest.append(work)
+            if pending.operator.op == "reduce_scatter" and not pending.blocks:
+                self._storages[_storage(tensors_of(arguments[0])[0])] = pending
+        self._write_cuda_ends()
 
     def waits(self, work: Any) -> _Pending | None:
-        """Note that the rank begins to wait for `work`, where that is not done yet."""
+        """Note that the rank begins to wait for `work`; None where there is no end to write down afterwards."""
         pending = self._pending.pop(work, None)
-        return None if pending is not None and pending.has_future and work.is_completed() else self._begin(pending)
+        if pending is None or (pending.has_future and work.is_completed()):
+            return None
+        return self._begin(pending)
 
     def waits_for_storage(self, tensor: Any) -> _Pending | None:
         """Note that C++ begins to wait for the operation whose output is `tensor`."""
-        return self._begin(self._storages.pop(_storage(tensor), None)) if self._storages else None
+        pending = self._storages.pop(_storage(tensor), None) if self._storages else None
+        return self._begin(pending) if pending else None
 
-    def _begin(self, pending: _Pending | None) -> _Pending | None:
-        if pending is not None and not pending.blocks:
+    def _begin(self, pending: _Pending) -> _Pending:
+        if not pending.blocks:
             self.journal.write("wait", pending.sequence, time.perf_counter())
         return pending
 
+    @_harmless
     def waited(self, pending: _Pending, work: Any = None) -> None:
         """Write the end of an operation that has been waited for, unless its future does."""
-        try:
-            if not pending.has_future:
-                self._done(pending, work)
-            if work in self._newest:
-                self._newest.remove(work)
-        except Exception as error:
-            self.fail(error)
+        if not pending.has_future:
+            self._done(pending, work)
+        if work in self._newest:
+            self._newest.remove(work)
 
+    @_harmless
     def _completed(self, pending: _Pending, work: Any, future: Any) -> None:
         """Called by the future, which keeps `work`; on CUDA as soon as it is enqueued, with current streams that wait for it."""
-        if self.over:
-            return
         try:
             future.value()
         except Exception:  # the collective failed: it has no end
@@ -155,21 +165,12 @@ class _Recorder:
         any_source = pending.operator.op == "recv" and pending.operator.peer is None
         self.journal.write("done", pending.sequence, end, pending.ranks[work._source_rank()] if any_source else None)
 
+    @_harmless
     def _write_cuda_ends(self) -> None:
-        while self._cuda and self._cuda_zero:
+        while self._cuda and self._cuda_zero and self._cuda[0][1].query():
             sequence, event = self._cuda.popleft()
-            if not event.query():
-                self._cuda.appendleft((sequence, event))
-                return
             zero, zero_time = self._cuda_zero
             self.journal.write("done", sequence, zero_time + zero.elapsed_time(event) / 1000, None)
-
-    def close(self) -> None:
-        """Write the ends that are known by now and close the file."""
-        if not self.over:
-            self._write_cuda_ends()
-        self.over = True
-        self._newest.clear()
 
 
 def _storage(tensor: Any) -> int:
@@ -208,32 +209,32 @@ def _install() -> None:
         async_at = names.index("async_op") if "async_op" in names else len(names)
 
         def kernel(keyset: Any, *arguments: Any) -> Any:
-            recorder = _recorder
-            pending = None
-            if recorder is not None and not recorder.over and not recorder.paused:
+            recorder, pending = _recorder, None
+            if recorder:
                 # torch leaves out trailing arguments that have their default, which is async_op=True
                 blocks = name == "monitored_barrier_" or arguments[async_at : async_at + 1] == (False,)
                 pending = recorder.issued(operator, arguments, group_at, blocks)
             result = overload.redispatch(keyset.remove(here), *arguments)
-            if recorder is not None and pending is not None:
+            if recorder and pending:
                 recorder.returned(pending, arguments, result)
             return result
 
         collective.impl(name, kernel, here.name, with_keyset=True)
 
+    @functools.wraps(original_wait)
     def wait(work: Any, *arguments: Any, **keywords: Any) -> bool:
         recorder = _recorder
-        pending = None if recorder is None or recorder.over else recorder.waits(work)
+        pending = recorder.waits(work) if recorder else None
         result = original_wait(work, *arguments, **keywords)
-        if recorder is not None and pending is not None:
+        if recorder and pending:
             recorder.waited(pending, work)
         return result
 
     def wait_for_tensor(keyset: Any, tensor: Any) -> Any:
         recorder = _recorder
-        pending = None if recorder is None or recorder.over else recorder.waits_for_storage(tensor)
+        pending = recorder.waits_for_storage(tensor) if recorder else None
         result = wait_tensor.redispatch(keyset.remove(here), tensor)
-        if recorder is not None and pending is not None:
+        if recorder and pending:
             recorder.waited(pending)
         return result
 
@@ -245,12 +246,12 @@ def _install() -> None:
         collective._destroy()
         functional._destroy()
         raise
-    work_class.wait = functools.wraps(original_wait)(wait)
+    work_class.wait = wait
     _libraries = collective, functional
 
 
-def start(path: str, rank: int) -> None:
-    """Record from now on what this process issues into the file `path`, for global rank `rank`, until `stop`.
+def start(path: str) -> None:
+    """Record from now on what this process issues into the file `path`, until `stop`; `read` gives it back.
 
     Call it when the default process group exists. Where this torch's internals do not fit, nothing is recorded, the file says
     why, and the job is not disturbed. Raises RuntimeError if this process records already.
@@ -258,7 +259,7 @@ def start(path: str, rank: int) -> None:
     global _recorder
     if journal.current is not None:
         raise RuntimeError("this process records already: call collectives.stop() before the next collectives.start()")
-    journal.current = journal.Journal(path, rank)
+    journal.current = journal.Journal(path)
     try:
         if not _libraries:
             _install()
@@ -274,22 +275,8 @@ def stop() -> None:
     """End what `start` began; without it nothing happens."""
     global _recorder
     if _recorder is not None:
-        _recorder.close()
+        _recorder._write_cuda_ends()
         _recorder = None
     if journal.current is not None:
         journal.current.close()
         journal.current = None
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """Do not record what this process issues inside the block."""
-    recorder = _recorder
-    if recorder is None:
-        yield
-        return
-    recorder.paused += 1
-    try:
-        yield
-    finally:
-        recorder.paused -= 1

@@ -67,7 +67,7 @@ def paired_steps(count: int, warm_up: int = WARM_UP) -> dict[str, Any]:
             path, pair = os.path.join(folder, str(number)), {}
             for recording in (True, False) if number % 2 else (False, True):
                 if recording:
-                    collectives.start(path, dist.get_rank())
+                    collectives.start(path)
                 pair[recording] = seconds()
                 if recording:
                     _take_out()
