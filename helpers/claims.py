@@ -6,7 +6,6 @@ The claims stand in `data/claims.yaml`; verdicts go to the learner's record, eac
 from __future__ import annotations
 
 import difflib
-import html
 import json
 import re
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import yaml
 from helpers import machine, record
 
 OUTCOMES = {"holds": "✔", "holds only if": "◐", "fails": "✘", "undecided": "?", "not testable here": "–"}  # outcome -> mark
+NEEDS_REASON = {"holds only if": "the condition", "not testable here": "why"}
 NOT_RUN = "not run here"
 _SHOWN = re.compile(rf"^\S ([A-Z]\d+) ({'|'.join(sorted(OUTCOMES, key=len, reverse=True))}): ")  # how a verdict's card begins
 
@@ -52,22 +52,17 @@ def verdict(claim_id: str, outcome: str, measured: Any = None, expected: Any = N
     claim = _claim(claim_id)
     if outcome not in OUTCOMES:
         raise ValueError(f"outcome is {outcome!r}; it must be one of {', '.join(map(repr, OUTCOMES))}")
+    needs = f"a verdict {outcome!r} on {claim_id} needs"
     if measured is None and outcome != "not testable here":
-        raise ValueError(
-            f'a verdict {outcome!r} on {claim_id} needs measured=, the figure it rests on; without one: "not testable here"'
-        )
-    if not reason and outcome in ("holds only if", "not testable here"):
-        raise ValueError(
-            f"a verdict {outcome!r} on {claim_id} needs reason=: {'why' if outcome == 'not testable here' else 'the condition'}"
-        )
+        raise ValueError(f'{needs} measured=, the figure it rests on; without one: "not testable here"')
+    if not reason and outcome in NEEDS_REASON:
+        raise ValueError(f"{needs} reason=: {NEEDS_REASON[outcome]}")
     figures = {"measured": _text(measured), "expected": _text(expected)}
     record.note("claim", claim_id, outcome=outcome, **figures, reason=reason, machine=machine.describe().line)
     title = f"{OUTCOMES[outcome]} {claim_id} {outcome}"
     found = _found({**figures, "reason": reason, "outcome": outcome})
-    record.Card(
-        f"{title}: {claim.claim}\n  {found}",
-        f"<p><b>{title}:</b> <q>{_html(claim.claim)}</q><br>{_html(found)}</p>",
-    ).show()
+    markup = f"<p><b>{title}:</b> <q>{record.markup(claim.claim)}</q><br>{record.markup(found)}</p>"
+    record.Card(f"{title}: {claim.claim}\n  {found}", markup).show()
 
 
 def states() -> dict[str, dict[str, str]]:
@@ -102,13 +97,11 @@ def page() -> None:
         rows.append((claim.id, outcome, _found(state) if state else "", tried, claim.claim))
     title = f"{len(found)} of {len(rows)} claims tried on {machine.describe().line}"
     names = ("claim", "state", "what was found", "as published, by notebook", "what the article says")
-    table = "".join(f"<tr>{''.join(f'<td style=text-align:left>{_html(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    heads = "".join(f"<th style=text-align:left>{name}</th>" for name in names)
     text = "\n".join(
         f"{id:<4} {outcome:<20} published {tried}\n     {claim}" + f"\n     {found}" * bool(found)
         for id, outcome, found, tried, claim in rows
     )
-    record.Card(f"{title}\n{text}", f"<p><b>{html.escape(title)}</b></p><table><tr>{heads}</tr>{table}</table>").show()
+    record.Card(f"{title}\n{text}", f"<p><b>{record.markup(title)}</b></p>{record.table(rows, names)}").show()
 
 
 def _claim(claim_id: str) -> Claim:
@@ -120,13 +113,11 @@ def _claim(claim_id: str) -> Claim:
 
 
 def _text(value: Any) -> str:
-    if value is None or isinstance(value, (bool, str)) or not isinstance(value, Number):
-        return "" if value is None else str(value)
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, Number):
+        return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
-
-
-def _html(text: str) -> str:
-    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
 def _found(facts: dict[str, str]) -> str:

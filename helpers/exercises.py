@@ -7,13 +7,13 @@ imports: then a test can put the answer into the stub. Such a file is read when 
 
 from __future__ import annotations
 
-import ast
 import difflib
 import dis
 import html
-import importlib.util
 import inspect
 import math
+import re
+import runpy
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,11 +77,10 @@ def check(id: str, answer: Any) -> None:
     if found.state != "not answered yet":
         record.note("exercise", id, state=found.state)
     title = f"{MARKS[found.state]} {id} {found.state}"
-    error = f"<pre>{html.escape(found.error)}</pre>" if found.error else ""
-    record.Card(
-        f"{title}. {found.message}" + f"\n{found.error}" * bool(found.error),
-        f"<p><b>{title}.</b> {html.escape(found.message)}</p>{error}",
-    ).show()
+    text, markup = f"{title}. {found.message}", f"<p><b>{title}.</b> {html.escape(found.message)}</p>"
+    if found.error:
+        text, markup = f"{text}\n{found.error}", f"{markup}<pre>{html.escape(found.error)}</pre>"
+    record.Card(text, markup).show()
 
 
 def judge(id: str, answer: Any) -> Judgement:
@@ -98,9 +97,8 @@ def judge(id: str, answer: Any) -> Judgement:
     except LaunchError as error:
         return Judgement("wrong", "The check ran your job, and the job failed:", str(error))
     except Exception as error:
-        return Judgement(
-            "wrong", "Your answer could not be judged, it raised:", f"{_learners_line(error)}{type(error).__name__}: {error}"
-        )
+        told = f"{_learners_line(error)}{type(error).__name__}: {error}"
+        return Judgement("wrong", "Your answer could not be judged, it raised:", told)
 
 
 def _learners_line(error: Exception) -> str:
@@ -137,10 +135,9 @@ def progress() -> None:
         for id, task in listed()
     ]
     title = f"{sum(id in solved for id, _, _ in rows)} of {len(rows)} exercises solved"
-    table = "".join(f"<tr>{''.join(f'<td style=text-align:left>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     width = max((len(task) for _, task, _ in rows), default=0)
     text = "\n".join(f"{id}  {task:<{width}}  {state}" for id, task, state in rows)
-    record.Card(f"{title}\n{text}", f"<p><b>{title}</b></p><table>{table}</table>").show()
+    record.Card(f"{title}\n{text}", f"<p><b>{title}</b></p>{record.table(rows)}").show()
 
 
 def find(id: str) -> Exercise:
@@ -155,24 +152,14 @@ def find(id: str) -> Exercise:
 @cache
 def listed() -> tuple[tuple[str, str], ...]:
     """(id, task) of every exercise, read from the solutions' source without running it."""
-    trees = [ast.parse(file.read_text("utf-8")) for file in sorted(SOLUTIONS.glob("[0-9][0-9].py"))]
-    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return tuple(
-        (ast.literal_eval(call.args[0]), ast.literal_eval(call.args[1]))
-        for call in calls
-        if getattr(call.func, "id", "") == "Exercise"
-    )
+    sources = [file.read_text("utf-8") for file in sorted(SOLUTIONS.glob("[0-9][0-9].py"))]
+    return tuple(found for source in sources for found in re.findall(r'\bExercise\(\s*"([^"]+)",\s*"([^"]+)"', source))
 
 
 @cache
 def load(notebook: str) -> list[Exercise]:
     """The exercises of notebook "04". Not registered as a module: its functions then travel to ranks by value, like a cell's."""
-    spec = importlib.util.spec_from_file_location(f"solutions_{notebook}", SOLUTIONS / f"{notebook}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return list(module.EXERCISES)
+    return list(runpy.run_path(str(SOLUTIONS / f"{notebook}.py"), run_name=f"solutions_{notebook}")["EXERCISES"])
 
 
 def as_number(answer: Any) -> Real | None:
@@ -187,10 +174,8 @@ def as_number(answer: Any) -> Real | None:
 def unanswered(answer: Any) -> bool:
     """Whether an answer is still the stub: `...`, None, a collection that holds `...`, or a function of nothing but `...`."""
     if isinstance(answer, FunctionType):
-        return all(
-            step.opname in _STUB_OPERATIONS and (step.opname not in ("LOAD_CONST", "RETURN_CONST") or step.argval in (None, ...))
-            for step in dis.get_instructions(answer)
-        )
+        operations = {step.opname for step in dis.get_instructions(answer)}
+        return operations <= _STUB_OPERATIONS and set(answer.__code__.co_consts) <= {None, ..., answer.__doc__}
     if isinstance(answer, Mapping):
         answer = list(answer.values())
     return answer is None or any(part is ... for part in (answer if isinstance(answer, (list, tuple)) else [answer]))

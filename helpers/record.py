@@ -8,8 +8,11 @@ so that published outputs never depend on who executed them.
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,21 @@ class Card:
         from IPython.display import display
 
         display(self)
+
+
+def markup(text: str) -> str:
+    """HTML of a text; what stands between backticks is code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
+def table(rows: Iterable[Sequence[str]], heads: Sequence[str] = ()) -> str:
+    """HTML of a table of texts, aligned left."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag} style=text-align:left>{markup(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    head = line("th", heads) if heads else ""
+    return f"<table>{head}{''.join(line('td', row) for row in rows)}</table>"
 
 
 def path() -> Path | None:
