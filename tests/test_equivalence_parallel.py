@@ -410,4 +410,4 @@ def test_what_observe_refuses():
     with pytest.raises(ValueError, match='knows "same" and "own"'):
         equivalence.observe(model, random={"alike": [1.0]})
     with pytest.raises(ValueError, match="has already"):
-        equivalence.observe(model, rename=lambda name: "one")
+        equivalence.observe(model, rename={"weight.": "one.", "bias.": "one."})

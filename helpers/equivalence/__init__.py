@@ -7,14 +7,13 @@ pattern of a difference names its cause. Dropout is switched off for the compari
 
 from __future__ import annotations
 
-import html
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from helpers.equivalence import judging, sharing
-from helpers.equivalence.judging import Finding
+from helpers.equivalence.findings import Finding
+from helpers.equivalence.joining import Side
 from helpers.equivalence.naming import stage_names
 from helpers.equivalence.observing import Observation, observe
 from helpers.equivalence.origins import Origin, first_nan, layers, origin
@@ -34,18 +33,17 @@ __all__ = [
     "stage_names",
 ]
 
-
 CAUSES = (sharing.of_nan, sharing.of_inputs, sharing.of_shards, sharing.of_layers, sharing.of_rates, sharing.of_copies)
+SIGNS = (judging.of_replicas, judging.of_gradients, judging.of_results, judging.of_exchanges, judging.of_sampled)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """`findings` is empty where all is equal; `errors` holds the relative differences that were seen, by what was compared."""
 
     ranks: tuple[int, int]
     findings: tuple[Finding, ...]
     errors: Mapping[str, float]
-    traffic: Mapping[str, int]  # of rank 0 on the larger number of ranks: bytes by operation
     runs: tuple[Run, Run]
 
     @property
@@ -53,18 +51,11 @@ class Comparison:
         """Whether nothing was found."""
         return not self.findings
 
-    def _lines(self) -> list[str]:
-        small, large = self.ranks
-        if self.findings:
-            return [f"{f.fault}: {f.evidence}. {f.mend}" for f in self.findings]
-        compared = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
-        return [f"{small} and {large} ranks do the same; largest relative differences: {compared or 'nothing was observed'}"]
-
     def __repr__(self) -> str:
-        return "\n".join(("✘ " if self.findings else "✔ ") + line for line in self._lines())
-
-    def _repr_html_(self) -> str:
-        return "".join(f"<p>{'✘' if self.findings else '✔'} {html.escape(line)}</p>" for line in self._lines())
+        if self.findings:
+            return "\n".join(f"✘ {each.fault}: {each.evidence}. {each.mend}" for each in self.findings)
+        compared = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items()) or "nothing was observed"
+        return f"✔ {self.ranks[0]} and {self.ranks[1]} ranks do the same; largest relative differences: {compared}"
 
 
 def compare(
@@ -90,26 +81,14 @@ def judge(few: Run, many: Run) -> Comparison:
     for seen in [*few.results, *many.results]:
         if not isinstance(seen, Observation):
             raise TypeError(f"the job returned {type(seen).__name__}; it must end with return equivalence.observe(model, …)")
-    errors: dict[str, float] = {}
-    sides = few.results, many.results
-    findings = [] if sharing.of_inputs(*sides) else judging.of_samples(*sides)
-    for cause in CAUSES:
-        if found := cause(*sides):  # what follows from it is not listed beside it
-            findings += found
-            break
-    else:
-        findings += judging.of_replicas(many.results)
-        findings += judging.of_gradients(*sides, few.ranks, many.ranks, errors)
-        findings += judging.of_losses(*sides, errors)
-        findings += judging.of_outputs(*sides, errors)
-        findings += judging.of_exchanges(many, many.results)
-        findings += sharing.of_sampled(many.results)
-    findings += sharing.of_random(many.results)
-    findings = findings or sharing.of_texts(*sides)
-    traffic: Counter[str] = Counter()
-    for collective in many.collectives:
-        traffic[collective.op] += collective.bytes * (collective.rank == 0)
-    return Comparison((few.ranks, many.ranks), tuple(findings), errors, dict(traffic), (few, many))
+    sides = Side(few), Side(many)
+    cause = next((found for of in CAUSES if (found := of(*sides))), [])
+    signs = [] if cause else [found for of in SIGNS for found in of(*sides)]  # what follows from a cause is not listed beside it
+    samples = [] if sharing.of_inputs(*sides) else judging.of_samples(*sides)
+    findings = [*samples, *cause, *signs, *sharing.of_random(*sides)]
+    errors = {} if cause else judging.differences(*sides)
+    findings = findings or judging.of_texts(*sides)
+    return Comparison((few.ranks, many.ranks), tuple(findings), errors, (few, many))
 
 
 def _without_dropout(job: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

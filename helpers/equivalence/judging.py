@@ -4,243 +4,181 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any
 
-from helpers.equivalence.joining import PARTS, TOLERANCE, different, distance, joined, least, model_copies, outputs
+from helpers.equivalence.findings import Finding, finding, several
+from helpers.equivalence.joining import PARTS, TOLERANCE, Side, different, distance, distances, outputs
 from helpers.equivalence.observing import Observation
-from helpers.launching import Run
 
 FACTOR_TOLERANCE = 1e-3  # relative: how close a ratio is to an exact factor
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One silent fault: what it is, what shows it, and the mend."""
-
-    fault: str
-    evidence: str
-    mend: str
-
-
-def of_samples(few: list[Observation], many: list[Observation]) -> list[Finding]:
-    """Each copy of the model has its own samples, another order in each epoch, and its own augmentation."""
-    few, many = _one_of_each_copy(few), _one_of_each_copy(many)
-    found = []
-    for epoch, (reference, seen) in enumerate(zip(_pooled(few), _pooled(many), strict=False)):
-        missed, extra = Counter(reference) - Counter(seen), Counter(seen) - Counter(reference)
-        if missed or extra:
-            evidence = f"epoch {epoch}: {sum(missed.values())} samples missed, {sum(extra.values())} seen too often"
-            examples = ", ".join(map(repr, list(missed or extra)[:3]))
-            mend = "Give each rank its own part (DistributedSampler, or [rank::world_size]), and pad or drop on purpose"
-            same = len(many) > 1 and all(m.epochs == many[0].epochs for m in many)
-            fault = "every rank trains on the same samples" if same else "samples are missed or repeated"
-            found.append(Finding(fault, f"{evidence}, for example {examples}", mend))
-            break
-    if len(many[0].epochs) > 1 and len(few[0].epochs) > 1:
-        stuck = all(len(set(m.epochs)) == 1 for m in many)
-        if stuck and _shuffled(many):
-            found.append(
-                Finding(
-                    "the same order in every epoch",
-                    f"{len(many[0].epochs)} epochs of each rank are identical, although the order is shuffled",
-                    "Call sampler.set_epoch(epoch) at the start of each epoch",
-                )
-            )
-    drawn = [m.draws for m in many if m.draws]
-    if len(drawn) > 1 and all(draws == drawn[0] for draws in drawn):
-        found.append(
-            Finding(
-                "the same random augmentation on every rank",
-                f"all {len(drawn)} ranks drew {len(drawn[0])} identical numbers",
-                "Seed augmentation with the rank: seed + rank (data loader workers: in worker_init_fn too)",
-            )
-        )
+def differences(few: Side, many: Side) -> dict[str, float]:
+    """The largest relative difference of each quantity that both sides have."""
+    found = {}
+    for what in ("gradients", "parameters"):
+        if errors := distances(few, many, what).values():
+            found[what] = max(errors)
+    reference, seen = _mean_loss(few), _mean_loss(many)
+    if reference is not None and seen is not None:
+        found["loss"] = abs(seen - reference) / max(abs(reference), 1e-30)
+    if pairs := [pair for pairs in outputs(few, many).values() for pair in pairs]:
+        found["outputs"] = max(distance(copy.tensor, right) for copy, right in pairs)
     return found
 
 
-def _one_of_each_copy(observations: list[Observation]) -> list[Observation]:
+def _mean_loss(side: Side) -> float | None:
+    """Weighted by tokens, where they are given; None where no rank has a loss."""
+    pairs = [(seen.loss, 1.0 if seen.tokens is None else seen.tokens) for seen in side.seen if seen.loss is not None]
+    return sum(loss * weight for loss, weight in pairs) / sum(weight for _, weight in pairs) if pairs else None
+
+
+def of_samples(few: Side, many: Side) -> list[Finding]:
+    """Each copy of the model has its own samples, another order in each epoch, and its own augmentation."""
+    before, after = _one_of_each_model(few), _one_of_each_model(many)
+    found = []
+    for epoch, (reference, seen) in enumerate(zip(_pooled(before), _pooled(after), strict=False)):
+        missed, extra = Counter(reference) - Counter(seen), Counter(seen) - Counter(reference)
+        if missed or extra:
+            same = len(after) > 1 and all(each.epochs == after[0].epochs for each in after)
+            fault = "every rank trains on the same samples" if same else "samples are missed or repeated"
+            counts = f"{missed.total()} samples missed, {extra.total()} seen too often"
+            examples = ", ".join(map(repr, list(missed or extra)[:3]))
+            found.append(finding(fault, f"epoch {epoch}: {counts}, for example {examples}"))
+            break
+    epochs = min(len(before[0].epochs), len(after[0].epochs))
+    shuffled = any(list(epoch) != sorted(epoch) for each in after for epoch in each.epochs)  # type: ignore[type-var]
+    if epochs > 1 and shuffled and all(len(set(each.epochs)) == 1 for each in after):
+        evidence = f"{epochs} epochs of each rank are identical, although the order is shuffled"
+        found.append(finding("the same order in every epoch", evidence))
+    drawn = [each.draws for each in after if each.draws]
+    if len(drawn) > 1 and len(set(drawn)) == 1:
+        evidence = f"all {len(drawn)} ranks drew {len(drawn[0])} identical numbers"
+        found.append(finding("the same random augmentation on every rank", evidence))
+    return found
+
+
+def _one_of_each_model(side: Side) -> list[Observation]:
     """Of the ranks that hold a copy of the model together, the first that names samples."""
-    copies = [[observations[rank] for rank in group] for group in model_copies(observations)]
-    return [next((seen for seen in copy if seen.epochs[0] or seen.draws), copy[0]) for copy in copies]
+    models = [[side.seen[rank] for rank in group] for group in side.models()]
+    return [next((seen for seen in model if seen.epochs[0] or seen.draws), model[0]) for model in models]
 
 
 def _pooled(observations: list[Observation]) -> list[list[Hashable]]:
-    return [[sample for o in observations for sample in o.epochs[e]] for e in range(len(observations[0].epochs))]
+    """Of each epoch, the samples of all."""
+    return [[sample for part in parts for sample in part] for parts in zip(*(seen.epochs for seen in observations), strict=False)]
 
 
-def _shuffled(observations: list[Observation]) -> bool:
-    """Whether a rank's samples, if they have an order, come in another one."""
-    for observation in observations:
-        try:
-            if any(list(epoch) != sorted(epoch) for epoch in observation.epochs):  # type: ignore[type-var]
-                return True
-        except TypeError:
-            continue
-    return False
-
-
-def of_replicas(many: list[Observation]) -> list[Finding]:
+def of_replicas(few: Side, many: Side) -> list[Finding]:
     """Gradients and parameters must be the same on all ranks after a synchronised step."""
     for what in ("gradients", "parameters"):
-        held = joined(many, what)
-        apart = set()
+        held, noise = many.held[what], many.noise(what)
+        apart = []
         for name, copies in held.items():
             holders = {rank for copy in copies for rank in copy.ranks}
-            stages = {many[rank].place.get("pp") for rank in holders}
-            if len(holders) < sum(seen.place.get("pp") in stages for seen in many) or len(different(copies, least(held))) > 1:
-                apart.add(name)
+            stages = {many.seen[rank].place.get("pp") for rank in holders}
+            absent = len(holders) < sum(seen.place.get("pp") in stages for seen in many.seen)
+            if absent or len(different(copies, noise)) > 1:
+                apart.append(name)
         if apart:
             part = f"all {len(apart)}" if len(apart) == len(held) else f"{len(apart)} of {len(held)}"
-            cause = "no_sync over the last micro-batch, parameters outside DDP, or a rank that skipped its step"
-            if what == "parameters":
-                cause = "ranks started from different values, or stepped with different learning rates"
-            return [
-                Finding(
-                    f"{what} differ between ranks",
-                    f"{part} {what} ({', '.join(sorted(apart)[:3])}) are not the same on every rank",
-                    f"They were not synchronised: {cause}",
-                )
-            ]
+            evidence = f"{part} {what} ({', '.join(sorted(apart)[:3])}) are not the same on every rank"
+            return [finding(f"{what} differ between ranks", evidence)]
     return []
 
 
-def of_gradients(
-    few: list[Observation], many: list[Observation], small: int, large: int, errors: dict[str, float]
-) -> list[Finding]:
-    reference, seen = _first(few, "gradients"), _first(many, "gradients")
-    noise = least(joined(few, "gradients"))
-    shared = [name for name in reference if name in seen and reference[name].norm() > 0]
-    lost = sorted(set(reference) - set(seen))
-    found = []
-    if lost:
-        found.append(
-            Finding("gradients are missing", f"{', '.join(lost[:3])} have none on {large} ranks", "They are unused there")
-        )
-    if not shared:
+def of_gradients(few: Side, many: Side) -> list[Finding]:
+    """Which factor gradients are off by, if it is one, or whether unequal numbers of tokens explain the difference."""
+    reference, seen = few.first("gradients"), many.first("gradients")
+    lost = sorted(reference.keys() - seen.keys())
+    found = [finding("gradients are missing", f"{several(lost)} have none on {len(many)} ranks")] if lost else []
+    errors = {name: error for name, error in distances(few, many, "gradients").items() if reference[name].norm() > 0}
+    wrong = [name for name, error in errors.items() if error > TOLERANCE]
+    if not wrong:
         return found
-    errors_by_name = {name: distance(seen[name], reference[name], noise) for name in shared}
-    error = max(errors_by_name.values())
-    errors["gradients"] = error
-    if error <= TOLERANCE:
-        before, after = _first(few, "parameters"), _first(many, "parameters")
-        tiny = least(joined(few, "parameters"))
-        errors["parameters"] = max((distance(after[name], before[name], tiny) for name in before), default=0.0)
-        if errors["parameters"] > TOLERANCE:
-            found.append(
-                Finding(
-                    "parameters differ although gradients agree",
-                    f"by {errors['parameters']:.1e} after the step",
-                    "The optimiser steps differently: learning rate scaled by the number of ranks, or clipping of a local norm",
-                )
-            )
-        return found
-    wrong = [name for name, its in errors_by_name.items() if its > TOLERANCE]
-    dots = sum((seen[n] * reference[n]).sum().item() for n in wrong)
-    ratio = dots / sum(reference[n].square().sum().item() for n in wrong)
-    rest = max(distance(seen[name], reference[name] * ratio, noise * abs(ratio)) for name in wrong)
-    if rest <= max(TOLERANCE, FACTOR_TOLERANCE) and (len(wrong) == len(shared) or many[0].place):
-        which = "all of them" if len(wrong) == len(shared) else f"{len(wrong)} of {len(shared)} ({', '.join(wrong[:3])})"
-        return [*found, _factor(ratio, small, large, which)]
-    counts = [m.tokens for m in many]
-    if None not in counts and len(set(counts)) > 1:
-        return [*found, _mean_of_means(many, error)]
-    return [
-        *found,
-        Finding(
-            "gradients differ",
-            f"by {error:.1e} of their size, by no constant factor (nearest {ratio:.3g})",
-            "Look at the samples of each rank, at losses that are means over unequal numbers (give observe(tokens=…)), "
-            "and at layers that mix samples, such as batch normalisation",
-        ),
-    ]
+    error, noise = max(errors.values()), few.noise("gradients")
+    ratio = sum((seen[name] * reference[name]).sum().item() for name in wrong)
+    ratio /= sum(reference[name].square().sum().item() for name in wrong)
+    rest = max(distance(seen[name], ratio * reference[name], abs(ratio) * noise) for name in wrong)
+    tokens = [each.tokens for each in many.seen]
+    if rest <= FACTOR_TOLERANCE and (len(wrong) == len(errors) or many.placed):
+        which = "all of them" if len(wrong) == len(errors) else f"{len(wrong)} of {len(errors)} ({', '.join(wrong[:3])})"
+        found.append(_factor(ratio, len(many) / len(few), f"{which}, ratio {ratio:.4f}"))
+    elif None not in tokens and len(set(tokens)) > 1:
+        evidence = f"ranks average over {', '.join(map(str, tokens))} tokens, and the gradients are off by {error:.1e}"
+        found.append(finding("a mean of means over unequal counts", evidence))
+    else:
+        found.append(finding("gradients differ", f"by {error:.1e} of their size, by no constant factor (nearest {ratio:.3g})"))
+    return found
 
 
-def _first(observations: list[Observation], what: str) -> dict[str, Any]:
-    return {name: copies[0].tensor for name, copies in joined(observations, what).items()}
-
-
-def _factor(ratio: float, small: int, large: int, which: str) -> Finding:
-    world = large / small
-    causes = {
-        world: (f"W = {world:g}", "summed over ranks, not averaged: divide by the world size, or use DDP, which averages"),
-        1 / world: (f"1/W = 1/{world:g}", "averaged twice, or a loss that each rank divides by the global number as well"),
-    }
-    for factor, (name, cause) in causes.items():
-        if abs(ratio / factor - 1) < FACTOR_TOLERANCE:
-            return Finding(f"gradients are off by the factor {name}", f"{which}, ratio {ratio:.4f}", cause[0].upper() + cause[1:])
+def _factor(ratio: float, world: float, evidence: str) -> Finding:
+    if abs(ratio / world - 1) < FACTOR_TOLERANCE:
+        return finding("gradients are off by the factor W = {factor}", evidence, factor=f"{world:g}")
+    if abs(ratio * world - 1) < FACTOR_TOLERANCE:
+        return finding("gradients are off by the factor 1/W = 1/{factor}", evidence, factor=f"{world:g}")
     nearest = round(ratio) if ratio >= 1 else 1 / max(1, round(1 / max(ratio, 1e-12)))
-    exact = f"{nearest:.4g}" if abs(ratio / nearest - 1) < FACTOR_TOLERANCE else f"{ratio:.4g}"
-    return Finding(
-        f"gradients are off by the factor {exact}",
-        f"{which}, ratio {ratio:.4f}",
-        "A constant factor comes from accumulation: divide the loss of each of k micro-batches by k, on any number of ranks",
-    )
+    exact = nearest if abs(ratio / nearest - 1) < FACTOR_TOLERANCE else ratio
+    return finding("gradients are off by the factor {factor}", evidence, factor=f"{exact:.4g}")
 
 
-def _mean_of_means(many: list[Observation], error: float) -> Finding:
-    counts = [m.tokens for m in many]
-    return Finding(
-        "a mean of means over unequal counts",
-        f"ranks average over {', '.join(map(str, counts))} tokens, and the gradients are off by {error:.1e}",
-        "Weight each rank's loss: multiply it by world_size × its tokens / all tokens before backward",
-    )
+def of_results(few: Side, many: Side) -> list[Finding]:
+    """What else differs: the step, the mean loss (where ranks say what theirs are means over), the outputs."""
+    errors, found = differences(few, many), []
+    if errors.get("gradients", 1) <= TOLERANCE < errors.get("parameters", 0):
+        found.append(finding("parameters differ although gradients agree", f"by {errors['parameters']:.1e} after the step"))
+    with_loss = [seen for seen in many.seen if seen.loss is not None]
+    unequal = len({len(seen.epochs[0]) for seen in with_loss}) > 1
+    if errors.get("loss", 0) > TOLERANCE and not (unequal and with_loss[0].tokens is None):
+        losses = f"{_mean_loss(many):.6g} on {len(with_loss)} ranks, {_mean_loss(few):.6g} on {len(few)}"
+        found.append(finding("the loss differs", losses))
+    if errors.get("outputs", 0) > TOLERANCE:
+        found.append(finding("outputs differ", f"by {errors['outputs']:.1e} of their size"))
+    return found
 
 
-def of_losses(few: list[Observation], many: list[Observation], errors: dict[str, float]) -> list[Finding]:
-    few, many = ([seen for seen in side if seen.loss is not None] for side in (few, many))
-    if not few or not many:
-        return []
-    reference, seen = _mean_loss(few), _mean_loss(many)
-    errors["loss"] = abs(seen - reference) / max(abs(reference), 1e-30)
-    unequal = len({m.tokens for m in many}) > 1 or len({len(m.epochs[0]) for m in many}) > 1
-    if errors["loss"] <= TOLERANCE or (unequal and many[0].tokens is None):
-        return []
-    return [
-        Finding(
-            "the loss differs", f"{seen:.6g} on {len(many)} ranks, {reference:.6g} on {len(few)}", "Compare the samples first"
-        )
-    ]
-
-
-def _mean_loss(observations: list[Observation]) -> float:
-    weights = [1.0 if o.tokens is None else o.tokens for o in observations]
-    return sum((o.loss or 0.0) * w for o, w in zip(observations, weights, strict=True)) / sum(weights)
-
-
-def of_outputs(few: list[Observation], many: list[Observation], errors: dict[str, float]) -> list[Finding]:
-    reference, seen = outputs(few, many)
-    shared = [(seen[name], reference[name]) for name in reference if name in seen]
-    if not shared:
-        return []
-    errors["outputs"] = max(distance(copy.tensor, wanted) for copies, wanted in shared for copy in copies)
-    if errors["outputs"] <= TOLERANCE:
-        return []
-    return [
-        Finding(
-            "outputs differ",
-            f"by {errors['outputs']:.1e} of their size",
-            "The sharded computation is another one; layers(model) as outputs names the layer",
-        )
-    ]
-
-
-def of_exchanges(run: Run, many: list[Observation]) -> list[Finding]:
+def of_exchanges(few: Side, many: Side) -> list[Finding]:
     """Gradients need to cross the wire once a step, however many micro-batches it has."""
-    size = sum(4 * gradient.numel() for gradient in many[0].gradients.values())
-    own = [many[0].place.get(axis) for axis in PARTS]
-    group = tuple(rank for rank, seen in enumerate(many) if [seen.place.get(axis) for axis in PARTS] == own)
-    if len(group) < 2 or (many[0].dealt and not many[0].place):
+    first = many.seen[0]
+    size = sum(4 * gradient.numel() for gradient in first.gradients.values())
+    own = [first.place.get(axis) for axis in PARTS]
+    group = tuple(rank for rank, seen in enumerate(many.seen) if [seen.place.get(axis) for axis in PARTS] == own)
+    if not size or len(group) < 2 or (first.dealt and not first.place):
         return []
-    sums = [c for c in run.collectives if c.rank == 0 and c.op == "all_reduce" and c.bytes >= 1024]
-    handed = sum(each.bytes for each in sums if each.group == group or not many[0].place)
-    times = handed / size if size else 0
+    sums = [c for c in many.run.collectives if c.rank == 0 and c.op == "all_reduce" and c.group == group]
+    handed = sum(c.bytes for c in sums if c.bytes >= 1024)
+    times = handed / size
     if times < 1.9:
         return []
-    return [
-        Finding(
-            f"gradients were exchanged {times:.0f} times in one step",
-            f"{handed:,} B of all-reduce for {size:,} B of gradients",
-            "Accumulate inside no_sync, forward pass included: DDP decides in the forward pass whether it will synchronise",
-        )
-    ]
+    evidence = f"{handed:,} B of all-reduce for {size:,} B of gradients"
+    return [finding("gradients were exchanged {times} times in one step", evidence, times=f"{times:.0f}")]
+
+
+def of_sampled(few: Side, many: Side) -> list[Finding]:
+    """Ranks of one copy of the model generate the same tokens."""
+    groups = many.models() if many.placed else [list(range(len(many)))]
+    for group in groups:
+        texts = {rank: many.seen[rank].sampled for rank in group if many.seen[rank].sampled is not None}
+        first = next(iter(texts), 0)
+        for other, text in texts.items():
+            if text != texts[first]:
+                at, one, another = _parting(texts[first], text)
+                evidence = f"ranks {first} and {other} part at token {at}: {one} and {another}"
+                return [finding("sampled tokens differ between ranks", evidence)]
+    return []
+
+
+def of_texts(few: Side, many: Side) -> list[Finding]:
+    """Many ranks generate the tokens that few do; asked where nothing else differs."""
+    wanted, seen = few.seen[0].sampled, many.seen[0].sampled
+    if wanted is None or seen is None or len(wanted) != len(seen) or wanted == seen:
+        return []
+    at, right, wrong = _parting(wanted, seen)
+    evidence = f"from token {at} on: {wrong}, on {len(few)} {right}"
+    return [finding("sampled tokens differ from those on {few}", evidence, few=len(few))]
+
+
+def _parting(a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int, str, str]:
+    """The first place at which two texts differ, and what stands there in each."""
+    one, other = ([*(text or ()), "the end"] for text in (a, b))
+    at = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
+    return at, str(one[at]), str(other[at])

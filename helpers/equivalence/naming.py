@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-Rename = Callable[[str], str] | Mapping[str, str]
+Rename = Mapping[str, str]  # how names begin in this stage -> how they begin in the whole model
 
 
 def renamed(name: str, rename: Rename | None) -> str:
-    """The name without what DDP and torch.compile put before it, then as `rename`, a function or beginnings, says."""
+    """The name without what DDP and torch.compile put before it, then with the longest beginning that `rename` knows replaced."""
     bare = (name + ".").replace("_orig_mod.", "").removeprefix("module.")
-    if callable(rename):
-        return rename(bare.removesuffix("."))
-    start = max((each for each in rename or () if bare.startswith(each)), key=len, default="")
-    return ((rename or {}).get(start, "") + bare[len(start) :]).removesuffix(".")
+    known = rename or {}
+    start = max((each for each in known if bare.startswith(each)), key=len, default="")
+    return (known.get(start, "") + bare.removeprefix(start)).removesuffix(".")
 
 
 def stage_names(parts: Sequence[range], index: int, tied: bool = True) -> dict[str, str]:

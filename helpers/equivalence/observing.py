@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 from typing import Any
 
 from helpers.equivalence.naming import Rename, renamed
@@ -23,15 +23,15 @@ class Observation:
     epochs: tuple[tuple[Hashable, ...], ...]
     draws: tuple[float, ...] | None
     outputs: dict[str, Any]  # a single tensor has the name ""
-    place: dict[str, int] = field(default_factory=dict)  # this rank's coordinates: {"dp": 0, "tp": 1}
-    cuts: dict[str, int] = field(default_factory=dict)  # name -> dim of which this rank holds its part
-    dealt: dict[str, tuple[int, int]] = field(default_factory=dict)  # of gathered DTensors: name -> (dim, parts)
-    random: dict[str, str] = field(default_factory=dict)  # fingerprints: "default", "same", "own"
-    drops: bool = False  # whether dropout is active
-    sampled: tuple[int, ...] | None = None
-    rates: tuple[float, ...] | None = None
-    planned: tuple[float, ...] | None = None
-    origin: Origin | None = None
+    place: dict[str, int]  # this rank's coordinates: {"dp": 0, "tp": 1}
+    cuts: dict[str, int]  # name -> dim of which this rank holds its part
+    dealt: dict[str, tuple[int, int]]  # of gathered DTensors: name -> (dim, parts)
+    random: dict[str, str]  # fingerprints: "default", "same", "own"
+    drops: bool  # whether dropout is active
+    sampled: tuple[int, ...] | None
+    rates: tuple[float, ...] | None
+    planned: tuple[float, ...] | None
+    origin: Origin | None
 
 
 def observe(
@@ -65,7 +65,7 @@ def observe(
             {"dp": 0, "tp": 1}. Axes are "tp", "pp" and, for copies of the model, any other name.
         shards: which plain tensors (parameters, outputs) are this rank's part along the axis "tp", by patterns of names:
             {"*.up.weight": 0}: rows of the whole, in order of the ranks. DTensors are gathered without being named here.
-        rename: the name in the whole model, from that in this stage: a function, or beginnings {"layers.0.": "layers.2."}.
+        rename: how names begin in this stage, and how in the whole model: {"layers.0.": "layers.2."}.
         random: generators, masks or numbers that ranks of one TP group must have alike ("same": dropout after an all-reduce)
             or each for itself ("own": dropout on sharded activations). The default generator's state is taken down anyway.
         sampled: token ids that were generated; ranks with the same place but for "tp" and "pp" must have the same.
@@ -76,41 +76,41 @@ def observe(
     two parameters that `rename` gives one name though they differ in shape.
     """
     import torch
+    from torch.distributed.tensor import DTensor
 
-    place = _coordinates(mesh)
-    named = _named(model, rename)
-    seen = {renamed(name, rename): tensor for name, tensor in _by_name(outputs).items() if tensor is not None}
+    place, named = _coordinates(mesh), _named(model, rename)
+    given = outputs if isinstance(outputs, Mapping) else {"": outputs}
+    seen = {renamed(name, rename): tensor for name, tensor in given.items() if tensor is not None}
     if shards and "tp" not in place:
         raise ValueError(
             f'shards {dict(shards)} needs to know which part this rank has: mesh={{"tp": rank}} or a mesh with axis "tp"'
         )
     cuts = {}
     for pattern, dim in (shards or {}).items():
-        matches = [name for name in [*named, *seen] if fnmatchcase(name, pattern)]
+        matches = fnmatch.filter([*named, *seen], pattern)
         if not matches:
             raise ValueError(f"shards: no parameter or output matches {pattern!r}; there are {', '.join([*named][:5])} …")
-        cuts.update({name: dim for name in matches if not hasattr(named.get(name), "full_tensor")})
+        cuts.update({name: dim for name in matches if not isinstance(named.get(name), DTensor)})
     if unknown := set(random or ()) - {"same", "own"}:
         raise ValueError(f'random has {", ".join(sorted(unknown))}; it knows "same" and "own"')
-    prints = {kind: fingerprint(value) for kind, value in (random or {}).items()}
     epochs = samples if samples and isinstance(samples[0], (list, tuple)) else [samples or ()]
     return Observation(
-        None if loss is None else float(loss.detach() if hasattr(loss, "detach") else loss),
-        tokens,
-        {name: whole(p.grad) for name, p in named.items() if p.grad is not None},
-        {name: whole(p) for name, p in named.items()},
-        tuple(tuple(_plain(sample) for sample in epoch) for epoch in epochs),
-        None if draws is None else tuple(float(x) for x in _plain_list(draws)),
-        {name: whole(tensor) for name, tensor in seen.items()},
-        place,
-        cuts,
-        {name: cut for name, p in named.items() if (cut := _dealt(p))},
-        {"default": fingerprint(torch.get_rng_state())} | prints,
-        any(type(m).__name__.endswith("Dropout") and m.training and getattr(m, "p", 0) > 0 for m in model.modules()),
-        None if sampled is None else tuple(int(x) for x in _plain_list(sampled)),
-        None if rates is None else tuple(map(float, rates)),
-        None if planned is None else tuple(map(float, planned)),
-        None if nan is None else nan.found,
+        loss=_plain(loss),
+        tokens=tokens,
+        gradients={name: whole(p.grad) for name, p in named.items() if p.grad is not None},
+        parameters={name: whole(p) for name, p in named.items()},
+        epochs=tuple(_values(epoch) for epoch in epochs),
+        draws=None if draws is None else _values(draws),
+        outputs={name: whole(tensor) for name, tensor in seen.items()},
+        place=place,
+        cuts=cuts,
+        dealt={name: cut for name, p in named.items() if isinstance(p, DTensor) and (cut := _dealt(p))},
+        random={kind: fingerprint(each) for kind, each in {"default": torch.get_rng_state(), **(random or {})}.items()},
+        drops=any(type(m).__name__.endswith("Dropout") and m.training and getattr(m, "p", 0) > 0 for m in model.modules()),
+        sampled=None if sampled is None else _values(sampled),
+        rates=None if rates is None else _values(rates),
+        planned=None if planned is None else _values(planned),
+        origin=nan.found if nan else None,
     )
 
 
@@ -147,21 +147,16 @@ def _named(model: Any, rename: Rename | None) -> dict[str, Any]:
     return found
 
 
-def _by_name(outputs: Any) -> Mapping[str, Any]:
-    return outputs if isinstance(outputs, Mapping) else {} if outputs is None else {"": outputs}
-
-
 def _dealt(parameter: Any) -> tuple[int, int] | None:
     """(dim, parts) of a DTensor that one axis of its mesh splits."""
-    if not hasattr(parameter, "placements"):
-        return None
     split = [(each.dim, parameter.device_mesh.size(axis)) for axis, each in enumerate(parameter.placements) if each.is_shard()]
     return split[0] if len(split) == 1 else None
 
 
-def _plain(value: Any) -> Hashable:
+def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _plain_list(values: Any) -> list[Any]:
-    return values.flatten().tolist() if hasattr(values, "flatten") else list(values)
+def _values(values: Any) -> tuple[Any, ...]:
+    """The values of a list or tensor, flat, as plain numbers or texts."""
+    return tuple(map(_plain, values.flatten() if hasattr(values, "flatten") else values))

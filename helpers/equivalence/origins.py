@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -37,14 +36,11 @@ class Origin:
         return f"rank {self.rank}, batch {self.batch}, {self.phase}, {layer}: first {where}{self.what}"
 
 
+@dataclass
 class Watch:
     """What `first_nan` gives: `found` is the first `Origin`, None while all is finite."""
 
-    def __init__(self) -> None:
-        self.found: Origin | None = None
-
-    def __repr__(self) -> str:
-        return str(self.found or "all finite")
+    found: Origin | None = None
 
 
 @contextmanager
@@ -52,7 +48,7 @@ def first_nan(model: Any, *, rename: Rename | None = None) -> Iterator[Watch]:
     """Within the block, note the first layer in which a NaN or an overflow (inf) arises, forward or backward, and in which batch.
 
     A layer is at fault in forward where its inputs and parameters are finite and its output is not; in backward where the
-    gradient of its output is finite and that of its input, or of a parameter, is not. −inf is allowed in outputs: masks hold it.
+    gradient of its output is finite and that of its input, or of a parameter, is not. −inf is allowed in forward: masks hold it.
     Costs a pass over each activation; for searching, not for training. Give `watch.found` back, or `observe(nan=watch)`, and
     `origin(run)` says which of the ranks was first.
     """
@@ -61,73 +57,65 @@ def first_nan(model: Any, *, rename: Rename | None = None) -> Iterator[Watch]:
 
     watch, rank = Watch(), dist.get_rank() if dist.is_initialized() else 0
     batch, step = -1, 0
+    names = {module: renamed(name, rename) for name, module in model.named_modules()}
+    leaves = {module for module in names if not any(module.children())}
     takers: Any = WeakIdKeyDictionary()  # tensor -> names of the layers that take it
 
-    def note(tensors: Any, layer: str, phase: str, what: str, allowed: float = math.nan, of: int | None = None) -> None:
+    def note(tensors: Iterable[Any], layer: str, phase: str, what: str, of: int | None = None) -> None:
         nonlocal step
         step += 1
-        if watch.found is None and not all(_finite(each, allowed) for each in tensors):
+        if watch.found is None and not all(_finite(each, phase) for each in tensors):
             watch.found = Origin(rank, batch if of is None else of, phase, layer, what, step)
 
     def follow(tensor: Any, maker: str) -> list[str]:
         """Look at the gradient of an activation when it comes: a layer that takes it is to blame, else code between layers."""
         if tensor in takers or not tensor.requires_grad:
             return takers.setdefault(tensor, [])
-        names: list[str] = takers.setdefault(tensor, [])
+        taking: list[str] = takers.setdefault(tensor, [])
 
         def backward(gradient: Any, of: int = batch) -> None:
-            if END in names:
-                note([gradient], "", "backward", "gradient of the output", of=of)
-            elif names:
-                note([gradient], ", ".join(names), "backward", "gradient of the input", of=of)
+            if END in taking:
+                note([gradient], "", "backward", "gradient of the output", of)
+            elif taking:
+                note([gradient], ", ".join(taking), "backward", "gradient of the input", of)
             else:
-                note([gradient], maker.rpartition(".")[0], "backward", f"code behind {maker}", of=of)
+                note([gradient], maker.rpartition(".")[0], "backward", f"code behind {maker}", of)
 
         tensor.register_hook(backward)
-        return names
+        return taking
 
-    def starting(name: str, root: bool, leaf: bool) -> Callable[..., None]:
-        def hook(module: Any, args: Any, kwargs: Any) -> None:
-            nonlocal batch, step
-            if _rehearsed():
-                return
-            inputs = _tensors((args, kwargs))
-            if root:
-                batch, step = batch + 1, 0
-                note(inputs, name, "forward", "inputs", -math.inf)
-            elif leaf:
-                note(inputs, name.rpartition(".")[0], "forward", f"code before {name}", -math.inf)
-            note(module.parameters(recurse=False), name, "forward", "parameters")
-            for each in inputs if leaf else ():
-                follow(each, name).append(name)
+    def starting(module: Any, args: Any, kwargs: Any) -> None:
+        nonlocal batch, step
+        if _rehearsed():
+            return
+        name, inputs = names[module], _tensors((args, kwargs))
+        if module is model:
+            batch, step = batch + 1, 0
+            note(inputs, name, "forward", "inputs")
+        elif module in leaves:
+            note(inputs, name.rpartition(".")[0], "forward", f"code before {name}")
+        note(module.parameters(recurse=False), name, "forward", "parameters")
+        for each in inputs if module in leaves else ():
+            follow(each, name).append(name)
 
-        return hook
+    def ended(module: Any, args: Any, output: Any) -> None:
+        if _rehearsed():
+            return
+        note(_tensors(output), names[module], "forward", "output")
+        for each in _tensors(output) if module in leaves or module is model else ():
+            taking = follow(each, names[module])
+            if module is model:
+                taking.append(END)
 
-    def ended(name: str, root: bool, leaf: bool) -> Callable[..., None]:
-        def hook(module: Any, args: Any, output: Any) -> None:
-            outputs = [] if _rehearsed() else _tensors(output)
-            note(outputs, name, "forward", "output", -math.inf)
-            for each in outputs if leaf or root else ():
-                names = follow(each, name)
-                if root:
-                    names.append(END)
-
-        return hook
-
-    handles = []
-    for name, module in model.named_modules():
-        shown, root, leaf = renamed(name, rename), module is model, not any(module.children())
-        handles.append(module.register_forward_pre_hook(starting(shown, root, leaf), with_kwargs=True))
-        handles.append(module.register_forward_hook(ended(shown, root, leaf)))
-        for part, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad:
-                what = f"gradient of {part}"
-                handles.append(parameter.register_hook(lambda g, n=shown, w=what: note([g], n, "backward", w)))
-    try:
+    with ExitStack() as hooks:
+        for module, name in names.items():
+            hooks.enter_context(module.register_forward_pre_hook(starting, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(ended))
+            for part, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    what = f"gradient of {part}"
+                    hooks.enter_context(parameter.register_hook(lambda g, n=name, w=what: note([g], n, "backward", w)))
         yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def origin(run: Any) -> Origin | None:
@@ -135,20 +123,12 @@ def origin(run: Any) -> Origin | None:
 
     Takes `Origin`s, `Watch`es and observations, also inside tuples, lists and dictionaries. None where all was finite.
     """
-    found = list(_origins(getattr(run, "results", run)))
-    return min(found, key=lambda each: (each.batch, each.phase == "backward", each.arrived, each.step, each.rank), default=None)
+    from torch.utils._pytree import tree_leaves
 
-
-def _origins(value: Any) -> Iterator[Origin]:
-    if isinstance(value, Origin):
-        yield value
-    elif isinstance(value, Watch) or hasattr(value, "origin"):
-        yield from _origins(value.found if isinstance(value, Watch) else value.origin)
-    elif isinstance(value, Mapping):
-        yield from _origins(list(value.values()))
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        for each in value:
-            yield from _origins(each)
+    leaves = tree_leaves(getattr(run, "results", run))
+    found = [getattr(leaf, "found", getattr(leaf, "origin", leaf)) for leaf in leaves]
+    origins = [each for each in found if isinstance(each, Origin)]
+    return min(origins, key=lambda each: (each.batch, each.phase == "backward", each.arrived, each.step, each.rank), default=None)
 
 
 @contextmanager
@@ -160,23 +140,19 @@ def layers(model: Any, pattern: str = "*") -> Iterator[dict[str, Any]]:
     import torch
 
     kept: dict[str, Any] = {}
+    names = {module: name for name, module in model.named_modules() if fnmatchcase(name, pattern)}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: Any, args: Any, output: Any) -> None:
-            first = next(iter([] if _rehearsed() else _tensors(output)), None)
-            if first is not None and first.ndim:
-                before = [kept[name]] if name in kept else []
-                kept[name] = torch.cat([*before, first.detach().clone()])
+    def keep(module: Any, args: Any, output: Any) -> None:
+        first = next(iter([] if _rehearsed() else _tensors(output)), None)
+        if first is not None and first.ndim:
+            name = names[module]
+            before = [kept[name]] if name in kept else []
+            kept[name] = torch.cat([*before, first.detach()])  # a copy: what follows may change it in place
 
-        return hook
-
-    matching = [(name, module) for name, module in model.named_modules() if fnmatchcase(name, pattern)]
-    handles = [module.register_forward_hook(keep(name)) for name, module in matching]
-    try:
+    with ExitStack() as hooks:
+        for module in names:
+            hooks.enter_context(module.register_forward_hook(keep))
         yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _rehearsed() -> bool:
@@ -195,7 +171,8 @@ def _tensors(value: Any) -> list[Any]:
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor) and each.is_floating_point()]
 
 
-def _finite(tensor: Any, allowed: float) -> bool:
+def _finite(tensor: Any, phase: str) -> bool:
+    """Whether all values are finite; in forward −inf is one that masks hold."""
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
-    return bool((local.isfinite() | (local == allowed)).all())
+    return bool((local.isfinite() | (local.isneginf() if phase == "forward" else False)).all())

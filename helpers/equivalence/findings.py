@@ -1,0 +1,36 @@
+"""What a comparison says of a silent fault. Names and mends stand in `data/equivalence.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import yaml
+
+from helpers import record
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One silent fault: what it is, what shows it, and the mend."""
+
+    fault: str
+    evidence: str
+    mend: str
+
+
+@cache
+def _mends() -> dict[str, str]:
+    return yaml.safe_load((record.ROOT / "data" / "equivalence.yaml").read_text(encoding="utf-8"))
+
+
+def finding(fault: str, evidence: str, **figures: Any) -> Finding:
+    """The entry of the table named `fault`, with the figures of the case in its name."""
+    return Finding(fault.format(**figures), evidence, _mends()[fault])
+
+
+def several(things: Sequence[Any]) -> str:
+    """The first three of them, and how many more there are."""
+    return ", ".join(map(str, things[:3])) + (f" and {len(things) - 3} more" if len(things) > 3 else "")
