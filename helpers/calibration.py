@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from helpers import machine, models
+from helpers import machine, models, shard_plan
 from helpers.hardware import Hardware
 from helpers.launching import launch
-from helpers.predict import Layout, Machines, Workload, architecture
+from helpers.predict import Layout, Machines, Workload, architecture, undivided
 from helpers.predict.computing import head_flops, layer_flops
+from helpers.predict.layout import divisors
 from helpers.predict.links import fit_link
 from helpers.predict.rank import rank_of
 from helpers.predict.timing import KERNELS
@@ -44,60 +45,52 @@ def measure(config: Any = None, *, ranks: int = 2, sequence: int = 64, batches: 
         raise ValueError(f"batches {list(batches)} of {sequence} tokens: at least one batch, and nothing in it below 1")
     config = copy.deepcopy(config or models.config())
     shape = architecture(config)
-    tp = next(size for size in range(ranks, 0, -1) if ranks % size == 0 and shape.heads % size == shape.kv_heads % size == 0)
+    tp = max(size for size in divisors(ranks) if not undivided(shape, size))
     run = launch(_on_each_rank, config, tp, sequence, list(batches), ranks=ranks, record=False, timeout=120)
     found = {key: max(each[key] for each in run.results) for key in run.results[0]}  # the slowest rank counts
     rates = []
     for batch in batches:
         workload = Workload(batch, sequence)
         whole, cut = rank_of(shape, workload, None), rank_of(shape, workload, Layout(tp=tp))
-        rates.append(("layer", layer_flops(whole, 0), 3 * layer_flops(whole, 0) / found["layer", batch]))
-        rates.append(("shard", layer_flops(cut, 0), 3 * layer_flops(cut, 0) / found["shard", batch]))
-        rates.append(("head", head_flops(whole), 3 * head_flops(whole) / found["head", batch]))
-    links = [
-        (op, ranks, fit_link(_SIZES, [found[op, size] for size in _SIZES]))
-        for op in _OPERATIONS
-        if ranks > 1 and (op, _SIZES[0]) in found
-    ]
+        operations = {"layer": layer_flops(whole, 0), "shard": layer_flops(cut, 0), "head": head_flops(whole)}
+        rates += [(part, flops, 3 * flops / found[part, batch]) for part, flops in operations.items()]
     for part in ("update", "update of shards"):
-        rates.append((part, found[f"bytes of {part}", 0], found[f"bytes of {part}", 0] / found[part, 0]))
-    bandwidth = rates[-2][2]
-    here = Hardware(run.machine, machine.memory() / 1e9, bandwidth / 1e9, bandwidth / 1e9)
-    largest = max(rate for part, _, rate in rates if part == "layer")
+        rates.append((part, found[part, "bytes"], found[part, "bytes"] / found[part, "seconds"]))
+    bandwidth = found["update", "bytes"] / found["update", "seconds"]
+    fastest = max(rate for part, _, rate in rates if part == "layer")
+    links = [(op, ranks, fit_link(_SIZES, [found[op, size] for size in _SIZES])) for op in _OPERATIONS if ranks > 1]
     return Machines(
-        here, ranks, ranks, matmul_flops=largest, memory_bandwidth=bandwidth, bus_bandwidth=bandwidth,
-        inter_bandwidth=bandwidth, host_bandwidth=bandwidth, memory_bytes=machine.memory() // ranks, efficiency=1.0,
-        kernel_seconds=found["kernel", 0], overlaps=run.device != "cpu", rates=tuple(rates), links=tuple(links),
+        Hardware(run.machine, machine.memory() / 1e9, bandwidth / 1e9, bandwidth / 1e9), ranks, ranks, matmul_flops=fastest,
+        attention_flops=fastest, memory_bandwidth=bandwidth, bus_bandwidth=bandwidth, inter_bandwidth=bandwidth,
+        host_bandwidth=bandwidth, memory_bytes=machine.memory() // ranks, efficiency=1.0,
+        kernel_seconds=found["layer", "one token"] / KERNELS[False], overlaps=run.device != "cpu", rates=tuple(rates),
+        links=tuple(links),
     )  # fmt: skip
 
 
-def _on_each_rank(config: Any, tp: int, sequence: int, batches: list[int]) -> dict[tuple[str, int], float]:
+def _on_each_rank(config: Any, tp: int, sequence: int, batches: list[int]) -> dict[tuple[str, Any], float]:
     """Seconds by (what, size), the middle of several samples, each begun together."""
     import torch
     import torch.distributed as dist
 
-    found: dict[tuple[str, int], float] = {}
-    shallow, deep = (_model(config, 1, layers) for layers in (1, _DEEP))
-    cut_shallow, cut_deep = (_model(config, tp, layers) for layers in (1, _DEEP))
+    found: dict[tuple[str, Any], float] = {}
+    whole, cut = ([_model(config, parts, layers) for layers in (1, _DEEP)] for parts in (1, tp))
     for batch in batches:
         ids = torch.zeros(batch, sequence, dtype=torch.long, device=machine.device())
-        one, deeper, cut_one, cut_deeper = (
-            _middle(partial(_forward_and_backward, model, ids)) for model in (shallow, deep, cut_shallow, cut_deep)
-        )
-        found["layer", batch], found["shard", batch] = (
-            max(each, 1e-6) / (_DEEP - 1) for each in (deeper - one, cut_deeper - cut_one)
-        )
-        found["head", batch] = max(one - found["layer", batch], 1e-6)
+        for part, pair in (("layer", whole), ("shard", cut)):
+            shallow, deep = (_middle(partial(_forward_and_backward, model, ids)) for model in pair)
+            found[part, batch] = max(deep - shallow, 1e-6) / (_DEEP - 1)
+            if part == "layer":
+                found["head", batch] = max(shallow - found[part, batch], 1e-6)
     token = torch.zeros(1, 1, dtype=torch.long, device=machine.device())
     with torch.no_grad():
-        one, deeper = (_middle(partial(model, input_ids=token, use_cache=False)) for model in (shallow, deep))
-    found["kernel", 0] = max(deeper - one, 0.0) / (_DEEP - 1) / KERNELS[False]
-    for part, model in (("update", deep), ("update of shards", cut_deep)):
-        found[part, 0] = _middle(torch.optim.AdamW(model.parameters()).step)
-        found[f"bytes of {part}", 0] = 4 * 7 * sum(each.numel() for each in model.parameters())
+        shallow, deep = (_middle(partial(model, input_ids=token, use_cache=False)) for model in whole)
+    found["layer", "one token"] = max(deep - shallow, 0.0) / (_DEEP - 1)
+    for part, (_, model) in (("update", whole), ("update of shards", cut)):
+        found[part, "seconds"] = _middle(torch.optim.AdamW(model.parameters()).step)
+        found[part, "bytes"] = 4 * 7 * sum(each.numel() for each in model.parameters())
     for size in _SIZES if dist.get_world_size() > 1 else ():
-        for op, work in _collectives(size).items():
-            found[op, size] = _middle(work)
+        found |= {(op, size): _middle(work) for op, work in _collectives(size).items()}
     return found
 
 
@@ -110,7 +103,6 @@ def _model(config: Any, tp: int, layers: int) -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import AutoModelForCausalLM
-    from transformers.integrations.tensor_parallel import apply_tensor_parallelism
 
     config = copy.deepcopy(config)
     config.num_hidden_layers = layers
@@ -119,11 +111,11 @@ def _model(config: Any, tp: int, layers: int) -> Any:
         config.num_key_value_heads //= tp
         config.intermediate_size //= tp
     model = AutoModelForCausalLM.from_config(config).to(machine.device())
-    if tp > 1:
-        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-        plan = {f"{model.base_model_prefix}.{key}": style for key, style in config.base_model_tp_plan.items()}
-        apply_tensor_parallelism(model, DeviceMesh.from_group(alone, machine.device().type), plan)
-    return model
+    if tp == 1:
+        return model
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    mesh = DeviceMesh.from_group(alone, machine.device().type)
+    return shard_plan.apply(model, shard_plan.published_plan(model), mesh)
 
 
 def _middle(work: Callable[[], Any]) -> float:

@@ -42,9 +42,9 @@ class GroupLayout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """A rank's place on each axis, outer to inner. Raises IndexError for a rank that is not there."""
-        found, rank = {}, self._there(rank)
+        found, left = {}, self._there(rank)
         for axis in reversed(self.order):
-            rank, found[axis] = divmod(rank, self.sizes[axis])
+            left, found[axis] = divmod(left, self.sizes[axis])
         return {axis: found[axis] for axis in self.order}
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -82,21 +82,31 @@ class GroupLayout:
 
     def problems(self, config: Any = None) -> list[str]:
         """What is wrong or wasteful, each with what would be right; `config` adds a model's heads and layers."""
-        found, tp = [], self.sizes["tp"]
-        split = [group for group in self.crossing("tp") if tp > 1]
+        found, tp, pp = [], self.sizes["tp"], self.sizes["pp"]
         if tp > 1 and self.order[-1] != "tp":
             found.append(
                 f"axis order: the last of {', '.join(self.order)} gets consecutive ranks, and tp is not last: a TP group is "
                 f"{list(self.groups('tp')[0])}. Right, outer to inner: {', '.join(ORDER)}"
             )
-        if split:
-            fits = [size for size in divisors(self.ranks_per_node) if self.world // self.sizes["pp"] % size == 0]
+        for group in self.crossing("tp")[:1]:
+            fits = [size for size in divisors(self.ranks_per_node) if self.world // pp % size == 0]
             found.append(
-                f"TP crosses hosts: the ranks {list(split[0])} are on hosts {sorted({self.host(rank) for rank in split[0]})}, "
+                f"TP crosses hosts: the ranks {list(group)} are on hosts {sorted({self.host(rank) for rank in group})}, "
                 f"and each layer waits for their link. Right: tp last, and tp one of {', '.join(map(str, fits))} for "
                 f"{self.ranks_per_node} ranks per node"
             )
-        return found + (_model_problems(architecture(config), tp, self.sizes["pp"]) if config is not None else [])
+        if config is None:
+            return found
+        shape = architecture(config)
+        if shape.heads % tp or shape.kv_heads % tp:
+            fits = [size for size in divisors(shape.kv_heads) if shape.heads % size == 0]
+            found.append(
+                f"heads: tp={tp} must divide {shape.heads} attention heads and {shape.kv_heads} key-value heads, or a rank gets "
+                f"a part of a head. Right: tp one of {', '.join(map(str, fits))}, or leave attention whole and split the MLP only"
+            )
+        if pp > shape.layers:
+            found.append(f"layers: {pp} stages for {shape.layers} layers; each stage needs at least one")
+        return found
 
     def _there(self, rank: int) -> int:
         if not (isinstance(rank, int) and 0 <= rank < self.world):
@@ -146,16 +156,3 @@ def layout(
     if world % (ranks_per_node or world):
         raise ValueError(f"{world} ranks on hosts of {ranks_per_node} leave one host short: ranks_per_node must divide {world}")
     return GroupLayout(world, {"pp": pp, "dp": world // (tp * pp), "tp": tp}, tuple(order), ranks_per_node or world)
-
-
-def _model_problems(shape: Any, tp: int, pp: int) -> list[str]:
-    found = []
-    valid = ", ".join(str(size) for size in divisors(shape.kv_heads) if shape.heads % size == 0)
-    if shape.heads % tp or shape.kv_heads % tp:
-        found.append(
-            f"heads: tp={tp} must divide {shape.heads} attention heads and {shape.kv_heads} key-value heads, or a rank gets a "
-            f"part of a head. Right: tp one of {valid}, or leave attention whole and split the MLP only"
-        )
-    if pp > shape.layers:
-        found.append(f"layers: {pp} stages for {shape.layers} layers; each stage needs at least one")
-    return found

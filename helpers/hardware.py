@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["Hardware", "gpu", "names", "source"]
+__all__ = ["Hardware", "gpu", "names"]
 
 FILE = Path(__file__).parent.parent / "data" / "hardware.yaml"
 
@@ -19,7 +19,7 @@ FILE = Path(__file__).parent.parent / "data" / "hardware.yaml"
 class Hardware:
     """One GPU. gb = 10⁹ bytes, gib = 2³⁰ bytes; rates are dense, links per direction and per GPU; None where there is none.
 
-    The lower block is measured by others (None where no measurement is on file); `sources` names the source of each figure.
+    The lower block is measured by others (None where no measurement is on file); `sources` says where each figure is from.
     """
 
     name: str
@@ -68,20 +68,16 @@ def gpu(name: str) -> Hardware:
         close = ", ".join(known[each] for each in near)
         raise KeyError(f"no figures for the GPU {name!r}; the nearest on file: {close} (hardware.names() lists all)")
     exact = known[_plain(name)]
-    figures = {key: pair for block in _data()["gpus"][exact].values() for key, pair in block.items()}
-    return Hardware(
-        exact, **{key: value for key, (value, _) in figures.items()}, sources={key: who for key, (_, who) in figures.items()}
-    )
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for block in _data()["gpus"][exact].values():
+        for figure, (value, key) in block.items():
+            values[figure], sources[figure] = value, _source(**_data()["sources"][key])
+    return Hardware(exact, **values, sources=sources)
 
 
-def source(name: str, figure: str) -> str:
-    """Return where one figure comes from: `source("H100-SXM", "bf16_tflops")`. Raises KeyError for a figure not on file."""
-    on_file = gpu(name).sources
-    if figure not in on_file:
-        raise KeyError(f"no figure {figure!r} for {name}; on file: {', '.join(on_file)}")
-    entry = _data()["sources"][on_file[figure]]
-    extra = f" ({entry['note']})" if "note" in entry else ""
-    return f"{entry['by']}, {entry['title']}, {entry['year']}{extra}{' [weak]' if entry.get('weak') else ''}"
+def _source(by: str, title: str, year: int, note: str = "", weak: bool = False) -> str:
+    return f"{by}, {title}, {year}{f' ({note})' if note else ''}{' [weak]' if weak else ''}"
 
 
 def _plain(name: str) -> str:

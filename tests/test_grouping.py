@@ -138,15 +138,10 @@ def test_a_matrix_becomes_islands_and_a_proposal(name):
         assert math.prod((each.tp, len(each.groups))) == len(found.gpus)
 
 
-def test_islands_grow_with_the_distance_allowed():
+def test_groups_grow_with_the_distance_allowed():
     sockets = topology(MATRICES["PCIe switches under two sockets"]["text"])
-    assert sockets.islands("NODE") == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert sockets.islands("NV") == tuple((gpu,) for gpu in range(8))
-    assert sockets.numa == {gpu: "0" if gpu < 4 else "1" for gpu in range(8)}
     assert [(each.tp, each.link) for each in sockets.propose()] == [(8, "SYS"), (4, "NODE"), (2, "PIX"), (1, "")]
     assert "island [6, 7]: PIX (one PCIe switch)" in repr(sockets)
-    with pytest.raises(ValueError, match="must be one of NV, PIX"):
-        sockets.islands("NVLink")
 
 
 def test_a_model_leaves_out_sizes_that_cut_its_heads():
@@ -173,7 +168,7 @@ def test_pairs_with_more_links_are_joined_first():
         (PAIRS.replace("GPU2\tNODE\tNODE\t X \tNV4", "GPU2\tNODE\tNODE\t X \tNV2"), "GPU2 to GPU3 is NV2, GPU3 to GPU2 is NV4"),
         (PAIRS.replace("GPU2\tNODE\tNODE\t X ", "GPU2\tNODE\tNODE\tNV4"), "X on the diagonal"),
         (PAIRS.replace("NODE", "NOED"), "GPU0 has NOED where a link was expected"),
-        (" \tGPU0\tGPU1\n GPU0\tX\tGNS\n GPU1\tGNS\tX\n", "topo -p2p"),
+        (" \tGPU0\tGPU1\n GPU0\tX\tGNS\n GPU1\tGNS\tX\n", "GPU0 has GNS where a link was expected.*topo -p2p"),
     ],
 )
 def test_a_broken_table_is_refused_with_the_reason(text, says):
@@ -195,7 +190,7 @@ def test_what_terminals_and_editors_add_is_passed_over(pasted):
 
 
 def test_what_is_no_text_and_no_device_is_said():
-    with pytest.raises(TypeError, match="not bytes"):
+    with pytest.raises(TypeError, match="bytes"):
         topology(PAIRS.encode())
     with pytest.raises(ValueError, match=r"no link of 0 and 9: the GPUs are \(0, 1, 2, 3\)"):
         topology(PAIRS).link(0, 9)

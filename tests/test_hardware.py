@@ -1,6 +1,7 @@
 """GPU figures: complete, in consistent units, each with a source; an unknown name is answered with the nearest ones."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ def test_every_figure_has_a_source_and_plausible_units(name):
     given = {figure for figure in figures if getattr(gpu, figure) is not None}
     assert set(gpu.sources) == given
     for figure in given:
-        assert hardware.source(name, figure)
+        assert re.search(r", \d{4}\b", gpu.sources[figure])
     # a unit mixed up (TB for GB, bits for bytes, both directions for one) leaves these ranges
     assert 14 <= gpu.memory_gb <= 200
     assert 250 <= gpu.memory_bandwidth_gb_per_s <= 8_000
@@ -53,11 +54,6 @@ def test_an_unknown_name_is_answered_with_the_nearest():
         hardware.gpu("H100-PCIe")
     with pytest.raises(KeyError, match=r"hardware\.names"):
         hardware.gpu("abacus")
-
-
-def test_a_figure_that_is_not_on_file_is_refused():
-    with pytest.raises(KeyError, match="nvlink_gb_per_s"):
-        hardware.source("L4", "nvlink_gb_per_s")
 
 
 def test_importing_loads_no_torch():

@@ -22,6 +22,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from helpers import predict
 from helpers.predict import Layout, Workload, architecture, memory, step_traffic, traffic
 from helpers.predict.activations import layer_bytes
+from helpers.predict.traffic import ALGORITHMS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import published
@@ -85,8 +86,9 @@ def simulated(op, algorithm, n, size):
     }[op, algorithm]()
 
 
-ALGORITHMS = [(op, name) for op, names in predict.traffic.__globals__["_FORMULAS"].items() for name in names]
-PLAYED = [pair for pair in ALGORITHMS if pair[0] not in ("recv", "barrier") and pair[1] != "double_tree"]
+PLAYED = [
+    (op, name) for op, names in ALGORITHMS.items() for name in names if op not in ("recv", "barrier") and name != "double_tree"
+]
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
@@ -270,6 +272,12 @@ def test_parameters_equal_those_of_the_real_model(config):
     assert len(shape.parameters()) == len(list(model.parameters()))
 
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8,
+    "vocab_size": 8, "rms_norm_eps": 1,
+}  # fmt: skip
+
+
 def test_a_config_that_is_not_understood_is_refused():
     with pytest.raises(ValueError, match="compressed cache"):
         architecture(transformers.DeepseekV3Config())
@@ -278,9 +286,13 @@ def test_a_config_that_is_not_understood_is_refused():
     with pytest.raises(ValueError, match="neither one of"):
         architecture(types.SimpleNamespace(model_type="rwkv", hidden_size=8))
     with pytest.raises(ValueError, match="MLP width"):
-        architecture(
-            {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "rms_norm_eps": 1}
-        )
+        architecture({name: value for name, value in LLAMA.items() if name != "intermediate_size"})
+    with pytest.raises(ValueError, match="no number of positions: looked for n_positions, max_position_embeddings"):
+        architecture({"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 8})
+    with pytest.raises(ValueError, match="opt-350m"):
+        architecture(transformers.OPTConfig(word_embed_proj_dim=512))
+    with pytest.raises(ValueError, match="no experts per token"):
+        architecture(LLAMA | {"num_local_experts": 8})
     with pytest.raises(ValueError, match="text_config"):
         architecture(types.SimpleNamespace(model_type="llava", text_config=object()))
 
@@ -540,6 +552,20 @@ def test_stages_hold_the_whole_model_and_sharding_never_adds_states(layout, chec
             <= sum(getattr(each, name) for name in each.__dataclass_fields__ if name not in ("peak", "moment", "stage"))
             + each.activations
         )  # the widest moment holds at most everything and one layer more
+
+
+def test_what_tensor_parallelism_would_cut_unevenly_is_named():
+    assert predict.undivided(TINY, 2) == {}
+    assert predict.undivided(TINY, 3) == {"attention heads": 8, "key-value heads": 2}
+    assert predict.undivided(TINY, 4) == {"key-value heads": 2}
+    assert predict.undivided(TINY, 4, "vllm") == {}  # two ranks hold the same head
+    assert predict.undivided(transformers.GPT2Config(), 2) == {}
+    assert predict.undivided(transformers.GPT2Config(), 2, "megatron") == {"vocabulary entries": 50257}
+    assert predict.undivided(transformers.GPT2Config(), 2, "vllm") == {}  # padded
+    experts = {"num_hidden_layers": 2, "intermediate_size": 767, "moe_intermediate_size": 90}
+    assert predict.undivided(transformers.Qwen3MoeConfig(**experts), 2) == {}  # no layer has an MLP of that width
+    assert predict.undivided(transformers.Qwen3MoeConfig(**experts, mlp_only_layers=[0]), 2) == {"MLP columns": 767}
+    assert predict.undivided(transformers.Qwen3MoeConfig(**experts), 4) == {"MLP columns": 90}
 
 
 def test_layouts_that_cannot_be_are_refused():

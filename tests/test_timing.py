@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from helpers import hardware, predict
-from helpers.predict import Layout, Machines, Workload, collective_time, decode_latency, step_time, time_to_first_token
+from helpers import predict
+from helpers.predict import Layout, Workload, collective_time, decode_latency, step_time
 from helpers.predict.computing import rate_of
 from helpers.predict.links import Link, Segment
 
@@ -23,10 +23,9 @@ CLUSTER = predict.machines("A100-80-SXM", 64)
 
 def measured(**links):
     """A machine whose rates are known to the digit."""
-    gpu = hardware.gpu("A100-80-SXM")
     table = tuple((op, 2, Link((Segment(0, alpha, bandwidth),), 0.0)) for op, (alpha, bandwidth) in links.items())
     rates = tuple((part, 1e9, 1e12) for part in ("layer", "shard", "head"))
-    return Machines(gpu, 8, memory_bandwidth=1e11, efficiency=1.0, overlaps=False, rates=rates, links=table)
+    return predict.machines("A100-80-SXM", 8, memory_bandwidth=1e11, efficiency=1.0, overlaps=False, rates=rates, links=table)
 
 
 def test_rates_come_from_measurements_and_else_from_the_data_sheet():
@@ -82,7 +81,7 @@ def test_checkpointing_costs_another_forward_pass():
 
 
 def test_efficiency_scales_computing_alone():
-    full, half = (step_time(SHAPE, WORKLOAD, Layout(dp=2, tp=2), CLUSTER, efficiency=share) for share in (1.0, 0.5))
+    full, half = (step_time(SHAPE, WORKLOAD, Layout(dp=2, tp=2), replace(CLUSTER, efficiency=share)) for share in (1.0, 0.5))
     assert half.compute == pytest.approx(2 * full.compute)
     for part in ("data_parallel", "tensor_parallel", "update"):
         assert half.parts[part] == full.parts[part] > 0
@@ -168,13 +167,6 @@ def test_decoding_streams_weights_and_cache():
     assert predict.tokens_per_second(SHAPE, one, Layout(dp=4), CLUSTER) == pytest.approx(
         4 / decode_latency(SHAPE, one, Layout(), CLUSTER)
     )
-
-
-def test_the_first_token_waits_for_the_whole_prompt():
-    one = Workload(1, 4096, training=False, precision="bf16", new_tokens=200, implementation="vllm")
-    first = time_to_first_token(SHAPE, one, Layout(), CLUSTER)
-    assert first > decode_latency(SHAPE, one, Layout(), CLUSTER)
-    assert time_to_first_token(SHAPE, one, Layout(tp=2), CLUSTER) < first
 
 
 def test_a_step_shows_its_parts():

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from helpers.predict import Layout, Memory, Workload, kv_bytes_per_token, memory
+from helpers.predict import Layout, Workload, kv_bytes_per_token, memory
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 GIB, GB, MIB = 2**30, 10**9, 2**20
@@ -124,21 +124,20 @@ def layout_of(row: dict[str, str]) -> Layout:
     return Layout(**sizes, zero=zero, sequence_parallel=sequence)
 
 
-def _cache(
-    row: dict[str, str], rows: dict[str, dict[str, str]], found: Memory, weights: float, config: dict[str, Any]
-) -> tuple[float, str]:
+def _cache(row: dict[str, str], rows: dict[str, dict[str, str]], weights: float, config: dict[str, Any]) -> float:
     """Tokens, blocks or GiB of cache: what was requested less predicted weights, published activation and published overhead."""
     own = row["id"][:-1]
-    total = float(re.search(r"\(([\d.]+) GiB visible\)", row["gpu_type"]).group(1))  # type: ignore[union-attr]
-    share = float(re.search(r"gpu_memory_utilization=([\d.]+)", row["other"]).group(1))  # type: ignore[union-attr]
+    total = _stated(r"\(([\d.]+) GiB visible\)", row["gpu_type"])
+    share = _stated(r"gpu_memory_utilization=([\d.]+)", row["other"])
     activation = float(rows[own + "d"]["value"])
-    stated = re.search(r"non-torch ([\d.]+) GiB", row["note"])
-    overhead = float(rows[own + "e"]["value"]) if own + "e" in rows else float(stated.group(1))  # type: ignore[union-attr]
+    overhead = float(rows[own + "e"]["value"]) if own + "e" in rows else _stated(r"non-torch ([\d.]+) GiB", row["note"])
     left = total * share * GIB - weights - (activation + overhead) * GIB
-    each = kv_bytes_per_token(config, tp=int(row["tp"]))
-    return {"kv_cache_tokens": left / each, "num_gpu_blocks": left / each / 16, "kv_cache_gib_per_gpu": left / GIB}[
-        row["metric"]
-    ], row["unit"]
+    tokens = left / kv_bytes_per_token(config, tp=int(row["tp"]))
+    return {"kv_cache_tokens": tokens, "num_gpu_blocks": tokens / 16, "kv_cache_gib_per_gpu": left / GIB}[row["metric"]]
+
+
+def _stated(pattern: str, text: str) -> float:
+    return float(re.search(pattern, text).group(1))  # type: ignore[union-attr]
 
 
 def memory_lines() -> Iterator[Line]:
@@ -163,14 +162,8 @@ def memory_lines() -> Iterator[Line]:
         elif metric == "weights_per_gpu":
             group, predicted = "weights", weights / GIB
         elif metric == "activation_peak_per_gpu":
-            group, predicted = (
-                "serving activation",
-                (max(found.activations, found.logits + found.loss + _hidden(row, config))) / GIB,
-            )
+            hidden = 4 * (workload_of(row).batched_tokens or 0) * (config.get("hidden_size") or config["n_embd"])
+            group, predicted = "serving activation", max(found.activations, found.logits + found.loss + hidden) / GIB
         elif row["kind"] == "kvcache":
-            group, (predicted, _) = "KV cache", _cache(row, found_rows, found, weights, config)
+            group, predicted = "KV cache", _cache(row, found_rows, weights, config)
         yield line(row, group, predicted, REASONS.get(row["id"], reason))
-
-
-def _hidden(row: dict[str, str], config: dict[str, Any]) -> float:
-    return 2 * 2 * (workload_of(row).batched_tokens or 0) * (config.get("hidden_size") or config["n_embd"])

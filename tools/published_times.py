@@ -57,13 +57,12 @@ def machines_of(row: dict[str, str]) -> Machines | None:
     return found
 
 
-def step(row: dict[str, str], efficiency: float | None = None) -> predict.StepTime:
-    """Return the predicted training step of a row."""
+def step(row: dict[str, str], efficiency: float) -> predict.StepTime:
+    """Return the predicted training step of a row by a code of that efficiency."""
     found = machines_of(row)
     assert found is not None
-    return predict.step_time(
-        published.model_config(row), published.workload_of(row), published.layout_of(row), found, efficiency=efficiency
-    )
+    machines = replace(found, efficiency=efficiency)
+    return predict.step_time(published.model_config(row), published.workload_of(row), published.layout_of(row), machines)
 
 
 def tokens_of(row: dict[str, str]) -> int:
@@ -155,29 +154,26 @@ def decoding() -> Iterator[Line]:
 
 def collectives() -> Iterator[Line]:
     """Yield times and bus bandwidths of collectives."""
-    rows = [row for row in published.rows() if row["kind"] == "collective"]
-    issuing = {}
-    for row in rows:
-        prefix, machines = published.source_of(row["id"]), machines_of(row)
-        op = re.search(r"collective=(\w+)", row["other"]).group(1)  # type: ignore[union-attr]
-        stated = re.search(r"size_bytes=(\d+)", row["other"])
-        size = int(stated.group(1)) if stated else 256 * 2**20
+    issuing: dict[str, float] = {}  # by source: seconds to issue one, and the measurement that gave them
+    gave: dict[str, str] = {}
+    for row in (row for row in published.rows() if row["kind"] == "collective"):
+        prefix, measurement, machines = published.source_of(row["id"]), row["id"][:-1], machines_of(row)
         if machines is None:
             yield published.line(row, "", None, REASONS[prefix])
             continue
-        ranks, reason = int(row["gpus"]), CONSTANTS.get(row["id"], "")
+        op = re.search(r"collective=(\w+)", row["other"]).group(1)  # type: ignore[union-attr]
+        stated = re.search(r"size_bytes=(\d+)", row["other"])
+        size, ranks = int(stated.group(1)) if stated else 256 * 2**20, int(row["gpus"])
         seconds = predict.collective_time(op, size, ranks, machines)
+        reason = CONSTANTS.get(row["id"], "")
         if row["metric"] == "time" and prefix not in issuing:
-            issuing[prefix] = float(row["value"]) * 1e-6 - seconds
+            issuing[prefix], gave[prefix] = float(row["value"]) * 1e-6 - seconds, measurement
             reason = f"gives what issuing a collective costs, {1e6 * issuing[prefix]:.0f} µs"
-        elif (
-            row["id"][:-1] == next((each["id"][:-1] for each in rows if each["id"].startswith(prefix)), "") and prefix in issuing
-        ):
+        elif gave.get(prefix) == measurement:
             reason = "the row that gives what issuing costs"
+        elif row["completeness"] != "full":
+            reason = reason or "not complete"
         seconds += issuing.get(prefix, 0.0)
         moved = size * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
-        partial = "" if row["completeness"] == "full" else "not complete"
-        reason = reason or partial
-        told = reason or REASONS.get(row["id"][:-1], "")
         predicted = 1e6 * seconds if row["metric"] == "time" else moved / seconds / GB
-        yield published.line(row, "" if reason else "collectives", predicted, told)
+        yield published.line(row, "" if reason else "collectives", predicted, reason or REASONS.get(measurement, ""))

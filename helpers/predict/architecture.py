@@ -22,12 +22,17 @@ FACTS = yaml.safe_load((Path(__file__).parents[2] / "data" / "predict.yaml").rea
 
 @dataclass(frozen=True)
 class Parameter:
-    """One weight tensor. `split` is what tensor parallelism divides it by: "column", "row", "kv" heads, "vocabulary", "none"."""
+    """One weight tensor. `split` is what tensor parallelism divides it by: "column", "row", "kv" heads, "vocabulary", "none".
+
+    `inputs` is the width of what a linear layer reads, 0 for other tensors: quantisation and autocast's 16-bit copies apply to
+    linear layers only. transformers holds the matrices of all `experts` of a layer in one tensor.
+    """
 
     name: str
     elements: int
     split: str = "none"
-    linear: bool = False  # the weight of a linear layer: what quantisation and autocast's 16-bit copies apply to
+    inputs: int = 0
+    experts: int = 1
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,8 @@ class Architecture:
     head_dim: int
     intermediate: int
     vocabulary: int
-    tied: bool
-    activation: str
+    tied: bool = False
+    activation: str = "gelu"
     gated: bool = True
     norm: str = "rms"  # "layer" has a bias and is one fused kernel
     norms: int = 2  # in a layer
@@ -87,15 +92,13 @@ class Architecture:
         """The token table, learned positions and their norm."""
         found = [Parameter("embedding", self.vocabulary * self.hidden, "vocabulary")]
         found += [Parameter("positions", self.positions * self.hidden)] * bool(self.positions)
-        return found + [Parameter("embedding_norm", each) for each in self._norm(self.hidden) * self.embedding_norm]
+        return found + self._norm() * self.embedding_norm
 
     def head_parameters(self, copy_of_tied: bool = False) -> list[Parameter]:
         """The last norm and the output matrix; a tied one counts only where it lives on another rank than the embedding."""
-        found = [Parameter("final_norm", each) for each in self._norm(self.hidden)]
-        if not self.tied or copy_of_tied:
-            found += [Parameter("head", self.vocabulary * self.hidden, "vocabulary", linear=True)]
-            found += [Parameter("head.bias", self.vocabulary, "vocabulary")] * self.head_bias
-        return found
+        if self.tied and not copy_of_tied:
+            return self._norm()
+        return self._norm() + _linear("head", self.hidden, self.vocabulary, self.head_bias, "vocabulary")
 
     def parameters(self) -> list[Parameter]:
         """All weights of the model, a tied matrix once."""
@@ -107,47 +110,46 @@ class Architecture:
         """Number of parameters of the whole model."""
         return sum(each.elements for each in self.parameters())
 
-    def _norm(self, width: int) -> list[int]:
-        return [width] if self.norm == "rms" else [width, width]
+    def _norm(self) -> list[Parameter]:
+        return [Parameter("norm", self.hidden)] * (2 if self.norm == "layer" else 1)
+
+    def _attention(self) -> list[Parameter]:
+        hidden, query, bias = self.hidden, self.query, self.qkv_bias
+        if self.fused_qkv:
+            found = _linear("qkv", hidden, 3 * query, bias, "column")
+        else:
+            found = _linear("q", hidden, query, bias, "column")
+            found += _linear("k", hidden, self.key, bias, "kv") + _linear("v", hidden, self.key, bias, "kv")
+        return (
+            found + _linear("o", query, hidden, self.output_bias, "row") + [Parameter("norm", self.head_dim)] * 2 * self.qk_norm
+        )
 
     def _mlp(self, width: int) -> list[Parameter]:
-        names = ("gate", "up") if self.gated else ("up",)
-        return [each for name in names for each in _linear(name, self.hidden, width, self.mlp_bias, "column")] + _linear(
-            "down", width, self.hidden, self.mlp_bias, "row"
-        )
+        wide = _linear("up", self.hidden, width, self.mlp_bias, "column") * (2 if self.gated else 1)
+        return wide + _linear("down", width, self.hidden, self.mlp_bias, "row")
+
+    def _experts(self) -> list[Parameter]:
+        hidden, count, width = self.hidden, self.experts, self.expert_intermediate
+        found = [Parameter("router", hidden * count)] + [Parameter("router.bias", count)] * self.router_bias
+        found += [
+            Parameter("experts.up", count * (1 + self.gated) * hidden * width, "column", hidden, count),
+            Parameter("experts.down", count * hidden * width, "row", width, count),
+        ]
+        if self.shared_intermediate:
+            found += self._mlp(self.shared_intermediate) + [Parameter("shared_gate", hidden)] * self.shared_gate
+        return found
 
 
 @lru_cache(maxsize=64)
 def _layer(shape: Architecture, sparse: bool) -> list[Parameter]:
     """The weights of a layer; worked out once, because a plan asks for them thousands of times."""
-    h, norm = shape.hidden, shape._norm(shape.hidden)
-    found = [Parameter(f"norm{index}", each) for index in range(shape.norms) for each in norm]
-    if shape.fused_qkv:
-        found += _linear("qkv", h, 3 * shape.query, shape.qkv_bias, "column")
-    else:
-        found += _linear("q", h, shape.query, shape.qkv_bias, "column")
-        found += _linear("k", h, shape.key, shape.qkv_bias, "kv") + _linear("v", h, shape.key, shape.qkv_bias, "kv")
-    found += _linear("o", shape.query, h, shape.output_bias, "row")
-    if shape.qk_norm:
-        found += [Parameter("q_norm", shape.head_dim), Parameter("k_norm", shape.head_dim)]
-    if not sparse:
-        return found + shape._mlp(shape.intermediate)
-    found += [Parameter("router", h * shape.experts)] + [Parameter("router.bias", shape.experts)] * shape.router_bias
-    found += [  # transformers holds all experts of a layer in two tensors
-        Parameter("experts.up", shape.experts * (1 + shape.gated) * h * shape.expert_intermediate, "column", linear=True),
-        Parameter("experts.down", shape.experts * h * shape.expert_intermediate, "row", linear=True),
-    ]
-    if shape.shared_intermediate:
-        found += shape._mlp(shape.shared_intermediate) + [Parameter("shared_gate", h)] * shape.shared_gate
-    return found
+    mlp = shape._experts() if sparse else shape._mlp(shape.intermediate)
+    return shape._norm() * shape.norms + shape._attention() + mlp
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool, split: str) -> list[Parameter]:
-    found = [Parameter(name, inputs * outputs, split, linear=True)]
+    found = [Parameter(name, inputs * outputs, split, inputs)]
     return found + [Parameter(f"{name}.bias", outputs, "none" if split == "row" else split)] * bias
-
-
-_MISSING = object()
 
 
 def architecture(config: Any) -> Architecture:
@@ -169,72 +171,47 @@ def architecture(config: Any) -> Architecture:
             f"model_type {family!r} is neither one of {', '.join(FACTS['families'])} nor like Llama (no rms_norm_eps): "
             "what its layers hold is not known here"
         )
-
-    def read(what: str, *names: str, default: Any = _MISSING) -> Any:
-        for name in names:
-            value = getattr(config, name, None)
-            if value is not None:
-                return value
-        if default is _MISSING:
-            raise ValueError(f"the config has no {what}: looked for {', '.join(names)} (model_type {family!r})")
-        return default
-
-    hidden = read("hidden size", "hidden_size", "n_embd")
-    heads = read("number of attention heads", "num_attention_heads", "n_head")
-    layers = read("number of layers", "num_hidden_layers", "n_layer")
-    intermediate = read(
-        "MLP width",
-        "intermediate_size",
-        "ffn_dim",
-        "n_inner",
-        default=4 * hidden if family in ("gpt2", "gptj", "bloom") else _MISSING,
-    )
-    traits: dict[str, Any] = {
-        "qkv_bias": read("", "attention_bias", "use_bias", "enable_bias", default=False),
-        "output_bias": read("", "attention_bias", "use_bias", "enable_bias", default=False),
-        "mlp_bias": read("", "mlp_bias", "use_bias", "enable_bias", default=False),
-        **FACTS["families"].get(family, {}),
-    }
-    if family == "gpt2":
-        traits["positions"] = read("number of positions", "n_positions", "max_position_embeddings")
+    read = _read(config, "attributes", family)
     if family == "opt":
-        if getattr(config, "word_embed_proj_dim", hidden) != hidden or not getattr(config, "do_layer_norm_before", True):
+        projected = getattr(config, "word_embed_proj_dim", read["hidden"]) != read["hidden"]
+        if projected or not getattr(config, "do_layer_norm_before", True):
             raise ValueError("OPT with projected embeddings or norms after each block (opt-350m) is not covered")
-        traits["positions"] = read("number of positions", "max_position_embeddings") + 2  # two rows of padding
-    return Architecture(
-        family=family,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=read("", "num_key_value_heads", default=heads),
-        head_dim=read("", "head_dim", default=hidden // heads),
-        intermediate=intermediate,
-        vocabulary=read("vocabulary size", "vocab_size"),
-        tied=read("", "tie_word_embeddings", default=False),
-        activation=read("activation", "hidden_act", "hidden_activation", "activation_function", default="gelu"),
-        dropout=read("", "resid_pdrop", "hidden_dropout", "dropout", default=0) > 0,
-        **traits,
-        **_experts(config, read, layers, intermediate),
-    )
+    experts, positions = read.pop("experts", 0), read.pop("positions", 0)
+    if family in _MORE_POSITIONS:
+        read["positions"] = positions + _MORE_POSITIONS[family]
+    if experts > 1:
+        read |= {"experts": experts} | _mixture(_read(config, "experts", family), read["layers"], read["intermediate"])
+    read["dropout"] = read.get("dropout", 0) > 0
+    whole = {"kv_heads": read["heads"], "head_dim": read["hidden"] // read["heads"]}
+    return Architecture(family=family, **whole | read | FACTS["families"].get(family, {}))
 
 
-def _experts(config: Any, read: Any, layers: int, intermediate: int) -> dict[str, Any]:
-    """The mixture of experts that the config describes; nothing where it describes none."""
-    experts = read("", "num_local_experts", "num_experts", "moe_num_experts", "n_routed_experts", default=0)
-    if experts < 2:
-        return {}
-    width = read("", "moe_intermediate_size", default=intermediate)
-    shared = read("", "shared_expert_intermediate_size", default=0)
-    shared = shared or read("", "moe_num_shared_experts", "n_shared_experts", default=0) * width
-    first, last = read("", "moe_layer_start_index", default=0), read("", "moe_layer_end_index", default=layers - 1)
-    last = layers - 1 if last < 0 else last
-    every = read("", "decoder_sparse_step", "moe_layer_interval", default=1)
-    dense = set(read("", "mlp_only_layers", default=[])) | set(range(first)) | set(range(last + 1, layers))
-    dense |= {layer for layer in range(layers) if (layer + 1) % every}
+_MORE_POSITIONS = {"gpt2": 0, "opt": 2}  # families with a table of positions, and its rows beyond the length: for padding
+
+
+def _read(config: Any, table: str, family: str) -> dict[str, Any]:
+    """The fields of a table in data/predict.yaml that the config gives. Raises ValueError where one that is needed is missing."""
+    found = {}
+    for field, names in FACTS[table].items():
+        given = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+        if given:
+            found[field] = given[0]
+        elif field == "intermediate" and family in ("gpt2", "gptj", "bloom"):
+            found[field] = 4 * found["hidden"]
+        elif field in FACTS["needed"] and (field != "positions" or family in _MORE_POSITIONS):
+            what = FACTS["needed"][field]
+            raise ValueError(f"the config has no {what}: looked for {', '.join(names)} (model_type {family!r})")
+    return found
+
+
+def _mixture(read: dict[str, Any], layers: int, intermediate: int) -> dict[str, Any]:
+    """The widths of experts, and the layers that have none."""
+    width, last, step = read.get("width", intermediate), read.get("last", -1), read.get("step", 1)
+    sparse = range(read.get("first", 0), layers if last < 0 else last + 1)
+    dense = {layer for layer in range(layers) if layer not in sparse or (layer + 1) % step}
     return {
-        "experts": experts,
-        "experts_per_token": read("experts per token", "num_experts_per_tok", "moe_k"),
+        "experts_per_token": read["experts_per_token"],
         "expert_intermediate": width,
-        "shared_intermediate": shared,
-        "dense_layers": frozenset(dense),
+        "shared_intermediate": read.get("shared_width") or read.get("shared_experts", 0) * width,
+        "dense_layers": frozenset(dense | set(read.get("dense_layers", []))),
     }

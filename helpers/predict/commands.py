@@ -12,31 +12,21 @@ from helpers.predict.layout import Layout, Workload
 
 __all__ = ["accelerate", "torchrun", "vllm"]
 
-_DTYPES = {"fp32": "float32", "fp16": "float16"}  # of vLLM; everything else computes in bfloat16
-
 
 def torchrun(layout: Layout, workload: Workload, script: str, each_host: int, offload: bool = False) -> str:
     """The line that every host runs, `each_host` ranks on each; the script is told the layout as options of its own.
 
     With several hosts `HEAD` is the address of the first one and `IS_HEAD` 1 there, 0 elsewhere.
     """
-    hosts = layout.ranks // each_host
-    meeting = "--standalone"
+    hosts, meeting = layout.ranks // each_host, "--standalone"
     if hosts > 1:
         meeting = '--rdzv-backend c10d --rdzv-id job --rdzv-endpoint "$HEAD:29500" --rdzv-conf "is_host=$IS_HEAD"'
-    options = {
-        "dp": layout.dp,
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "zero": layout.zero,
-        "micro-batch": workload.batch,
-        "micro-batches": workload.micro_batches,
-        "checkpointing": workload.checkpointing,
-        "offload": "optimizer" if offload else "none",
-        "precision": workload.precision,
-    }
-    told = " ".join(f"--{name} {value}" for name, value in options.items())
-    return f"torchrun --nnodes {hosts} --nproc-per-node {each_host} {meeting} {script} {told}"
+    return (
+        f"torchrun --nnodes {hosts} --nproc-per-node {each_host} {meeting} {script} "
+        f"--dp {layout.dp} --tp {layout.tp} --pp {layout.pp} --zero {layout.zero} "
+        f"--micro-batch {workload.batch} --micro-batches {workload.micro_batches} --checkpointing {workload.checkpointing} "
+        f"--offload {'optimizer' if offload else 'none'} --precision {workload.precision}"
+    )
 
 
 def accelerate(layout: Layout, workload: Workload, each_host: int, offload: bool = False) -> str:
@@ -47,14 +37,13 @@ def accelerate(layout: Layout, workload: Workload, each_host: int, offload: bool
     """
     if layout.pp > 1 or (layout.tp > 1 and (layout.zero < 2 or offload)):
         return ""
-    hosts = layout.ranks // each_host
     found: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "NO" if layout.ranks == 1 else "MULTI_GPU",
-        "mixed_precision": "no" if workload.precision == "fp32" else "fp16" if workload.precision == "fp16" else "bf16",
-        "num_machines": hosts,
+        "mixed_precision": {"fp32": "no", "fp16": "fp16"}.get(workload.precision, "bf16"),
+        "num_machines": layout.ranks // each_host,
         "num_processes": layout.ranks,
-        "rdzv_backend": "static" if hosts == 1 else "c10d",
+        "rdzv_backend": "static" if layout.ranks == each_host else "c10d",
         "machine_rank": 0,
     }
     if layout.zero == 1 or offload:
@@ -88,14 +77,11 @@ def vllm(layout: Layout, workload: Workload, model: str, share: float, each_host
 
     With several hosts each is a server of its own with its replicas, and a load balancer stands before them.
     """
-    options = {
-        "tensor-parallel-size": layout.tp,
-        "data-parallel-size": min(layout.dp, each_host // layout.tp),
-        "dtype": _DTYPES.get(workload.precision, "bfloat16"),
-        "max-model-len": workload.sequence + workload.new_tokens,
-        "max-num-seqs": workload.batch,
-        "gpu-memory-utilization": f"{share:g}",
-    }
-    if workload.batched_tokens:
-        options["max-num-batched-tokens"] = workload.batched_tokens
-    return " ".join(["vllm serve", model, *(f"--{name} {value}" for name, value in options.items())])
+    dtype = {"fp32": "float32", "fp16": "float16"}.get(workload.precision, "bfloat16")
+    batched = f" --max-num-batched-tokens {workload.batched_tokens}" if workload.batched_tokens else ""
+    return (
+        f"vllm serve {model} --tensor-parallel-size {layout.tp} "
+        f"--data-parallel-size {min(layout.dp, each_host // layout.tp)} --dtype {dtype} "
+        f"--max-model-len {workload.sequence + workload.new_tokens} --max-num-seqs {workload.batch} "
+        f"--gpu-memory-utilization {share:g}{batched}"
+    )

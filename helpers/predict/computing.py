@@ -15,13 +15,10 @@ limits; experts count as evenly loaded.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 from helpers.predict.activations import end_bytes, saved_by_layer
-from helpers.predict.architecture import Architecture, Parameter
 from helpers.predict.machines import Machines
 from helpers.predict.rank import Rank
 
@@ -52,9 +49,7 @@ class Passes:
 
 def layer_flops(rank: Rank, layer: int) -> float:
     """Operations of one layer's forward pass over a micro-batch on one rank, attention included."""
-    products = sum(
-        2 * rank.tokens * n * k * times for n, k, times in _products(rank.shape, rank.shape.is_sparse(layer), rank.layout.tp)
-    )
+    products = sum(2 * rank.tokens * n * k * times for n, k, times in _products(rank, layer))
     return products + _attention_flops(rank)
 
 
@@ -65,37 +60,24 @@ def head_flops(rank: Rank) -> float:
 
 def rate_of(machines: Machines, part: str, flops: float) -> float:
     """FLOP/s measured for a part of so many operations: between two measured sizes on a line in the logarithm of size."""
-    found = sorted((size, rate) for name, size, rate in machines.rates if name == part)
-    found = found or sorted((size, rate) for _, size, rate in machines.rates)
-    if flops <= found[0][0]:
-        return found[0][1]
-    for (low, slow), (high, fast) in itertools.pairwise(found):
-        if flops <= high:
-            return slow + (fast - slow) * math.log(flops / low) / math.log(high / low)
-    return found[-1][1]
+    import numpy as np
+
+    sizes, rates = zip(*sorted((size, rate) for name, size, rate in machines.rates if name == part), strict=True)
+    return float(np.interp(math.log(flops), np.log(sizes), rates))
 
 
 def layer_seconds(rank: Rank, layer: int, machines: Machines) -> Passes:
     """Seconds of one layer for one micro-batch, at the machine's full rates: `efficiency` is the caller's."""
-    code, checkpointing, tokens = rank.code, rank.workload.checkpointing, rank.tokens
-    core = _attention_flops(rank)
-    eager = rank.workload.attention == "eager"
+    checkpointing, eager = rank.workload.checkpointing, rank.workload.attention == "eager"
     if machines.rates:
-        flops = layer_flops(rank, layer)
-        forward = flops / rate_of(machines, "shard" if rank.layout.tp > 1 else "layer", flops)
-        return Passes(forward, forward * (checkpointing == "full"), 2 * forward)
-    products = [*_products(rank.shape, rank.shape.is_sparse(layer), rank.layout.tp)]
-    forward = sum(_product(tokens, n, k, machines) * times for n, k, times in products)
-    backward = sum((_product(tokens, k, n, machines) + _product(n, k, tokens, machines)) * times for n, k, times in products)
-    attention = core / (machines.matmul_flops if eager else machines.attention_flops)
-    streamed = tokens * saved_by_layer(rank, layer) / machines.memory_bandwidth
+        part = "shard" if rank.layout.tp > 1 else "layer"
+        return _measured(machines, part, layer_flops(rank, layer), again=checkpointing == "full")
+    forward, backward = _matrices(_products(rank, layer), rank.tokens, machines)
+    attention = _attention_flops(rank) / (machines.matmul_flops if eager else machines.attention_flops)
+    streamed = rank.tokens * saved_by_layer(rank, layer) / machines.memory_bandwidth
     once = forward + attention + _FORWARD * streamed
-    if checkpointing == "full":
-        again = once
-    elif checkpointing == "selective":
-        again = forward / 2 if code.saves_some_products else attention
-    else:
-        again = 0.0
+    selective = forward / 2 if rank.code.saves_some_products else attention
+    again = {"none": 0.0, "selective": selective, "full": once}[checkpointing]
     return Passes(once, again, backward + attention * (2 if eager else 2.5) + _BACKWARD * streamed)
 
 
@@ -104,13 +86,15 @@ def head_seconds(rank: Rank, machines: Machines) -> Passes:
     if not rank.last:
         return Passes()
     if machines.rates:
-        flops = head_flops(rank)
-        rate = rate_of(machines, "head", flops)
-        return Passes(flops / rate, 0.0, 2 * flops / rate)
-    width, hidden, tokens = rank.vocabulary, rank.shape.hidden, rank.tokens
-    backward = _product(tokens, hidden, width, machines) + _product(width, hidden, tokens, machines)
-    streamed = (end_bytes(rank) + tokens * width * rank.width.compute) / machines.memory_bandwidth
-    return Passes(_product(tokens, width, hidden, machines) + _FORWARD * streamed, 0.0, backward + _BACKWARD * streamed)
+        return _measured(machines, "head", head_flops(rank))
+    forward, backward = _matrices([(rank.vocabulary, rank.shape.hidden, 1)], rank.tokens, machines)
+    streamed = (end_bytes(rank) + rank.tokens * rank.vocabulary * rank.width.compute) / machines.memory_bandwidth
+    return Passes(forward + _FORWARD * streamed, 0.0, backward + _BACKWARD * streamed)
+
+
+def _measured(machines: Machines, part: str, flops: float, again: bool = False) -> Passes:
+    forward = flops / rate_of(machines, part, flops)
+    return Passes(forward, forward * again, 2 * forward)
 
 
 def _attention_flops(rank: Rank) -> float:
@@ -118,26 +102,25 @@ def _attention_flops(rank: Rank) -> float:
     return 4 * rank.tokens * seen * rank.shape.query / rank.layout.tp
 
 
-@lru_cache(maxsize=1024)
-def _products(shape: Architecture, sparse: bool, tp: int) -> tuple[tuple[float, float, float], ...]:
+def _products(rank: Rank, layer: int) -> list[tuple[float, float, int]]:
     """Outputs, inputs and how often of each matrix product of a layer on one rank; an expert counts by the tokens it sees."""
-    layer = next((each for each in range(shape.layers) if shape.is_sparse(each) is sparse), 0)
     found = []
-    for each in shape.layer_parameters(layer):
-        if each.linear:
-            found.append(_shape(shape, each, tp))
-    return tuple(found)
+    for each in rank.shape.layer_parameters(layer):
+        if each.inputs:
+            outputs, parts = each.elements / each.inputs / each.experts, rank.parts[each.split]
+            times = rank.shape.experts_per_token if each.experts > 1 else 1
+            rows = each.split == "row"
+            found.append((outputs, each.inputs / parts, times) if rows else (outputs / parts, each.inputs, times))
+    return found
 
 
-def _shape(shape: Architecture, each: Parameter, tp: int) -> tuple[float, float, float]:
-    hidden, heads = shape.hidden, min(tp, shape.kv_heads)
-    if each.name.startswith("experts"):
-        width = shape.expert_intermediate / tp
-        rows = (width * (1 + shape.gated), hidden) if each.name.endswith("up") else (hidden, width)
-        return (*rows, float(shape.experts_per_token))
-    if each.split == "row":
-        return hidden, each.elements / hidden / tp, 1.0
-    return each.elements / hidden / (heads if each.split == "kv" else tp if each.split == "column" else 1), hidden, 1.0
+def _matrices(products: list[tuple[float, float, int]], tokens: float, machines: Machines) -> tuple[float, float]:
+    """Seconds of matrix products forward, and backward for the gradients of inputs and weights."""
+    forward = backward = 0.0
+    for outputs, inputs, times in products:
+        forward += times * _product(tokens, outputs, inputs, machines)
+        backward += times * (_product(tokens, inputs, outputs, machines) + _product(outputs, inputs, tokens, machines))
+    return forward, backward
 
 
 def _product(rows: float, columns: float, depth: float, machines: Machines) -> float:

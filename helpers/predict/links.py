@@ -65,32 +65,26 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
         raise ValueError(f"{len(points)} points: a fit of two numbers needs at least {_FEWEST}, better 8")
     if any(size < 0 or time <= 0 for size, time in points):
         raise ValueError("sizes must not be negative and times must be above 0: a time of 0 was not measured")
-    segment, squares = _line(points)
-    best: tuple[Segment, ...] = (segment,)
-    least = squares
-    for cut in range(_FEWEST, len(points) - _FEWEST + 1):
-        (low, low_squares), (high, high_squares) = _line(points[:cut]), _line(points[cut:])
-        if low_squares + high_squares < min(least, _BETTER * squares):
-            best, least = (low, high), low_squares + high_squares
-    return Link(best, (least / len(points)) ** 0.5)
+    lines = [_line(points)]
+    cuts = range(_FEWEST, len(points) - _FEWEST + 1)
+    bent = min(([_line(points[:cut]), _line(points[cut:])] for cut in cuts), key=_squares, default=lines)
+    if _squares(bent) < _BETTER * _squares(lines):
+        lines = bent
+    return Link(tuple(segment for segment, _ in lines), (_squares(lines) / len(points)) ** 0.5)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[Segment, float]:
     """The line time = α + βS with the least squared relative error, neither part negative, and that error."""
-    a = sum(1 / t**2 for _, t in points)
-    b = sum(s / t**2 for s, t in points)
-    c = sum(s * s / t**2 for s, t in points)
-    d = sum(1 / t for _, t in points)
-    e = sum(s / t for s, t in points)
-    determinant = a * c - b * b
-    tries = [(d / a, 0.0), (0.0, e / c if c else 0.0)]  # flat, or through the origin
-    if determinant > 1e-12 * a * c:
-        both = ((d * c - e * b) / determinant, (a * e - b * d) / determinant)
-        tries = [both] if min(both) >= 0 else tries
-    alpha, beta = min(tries, key=lambda line: _squares(points, *line))
-    bandwidth = 1 / beta if beta > 0 else float("inf")
-    return Segment(points[0][0], alpha, bandwidth), _squares(points, alpha, beta)
+    import numpy as np
+
+    size, time = np.array(points, dtype=float).T
+    beta, alpha = np.polyfit(size, time, 1, w=1 / time)
+    tries = [(alpha, beta)]
+    if min(alpha, beta) < 0:  # flat, or through the origin
+        tries = [((1 / time).sum() / (1 / time**2).sum(), 0.0), (0.0, (size / time).sum() / ((size / time) ** 2).sum())]
+    squares, alpha, beta = min((float((((a + b * size) / time - 1) ** 2).sum()), float(a), float(b)) for a, b in tries)
+    return Segment(points[0][0], alpha, 1 / beta if beta else float("inf")), squares
 
 
-def _squares(points: Sequence[tuple[float, float]], alpha: float, beta: float) -> float:
-    return sum(((alpha + beta * size - time) / time) ** 2 for size, time in points)
+def _squares(lines: Sequence[tuple[Segment, float]]) -> float:
+    return sum(squares for _, squares in lines)

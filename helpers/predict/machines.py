@@ -13,11 +13,13 @@ all GPUs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 from helpers.hardware import Hardware, gpu
 from helpers.predict.architecture import FACTS
 from helpers.predict.links import Link
+from helpers.predict.traffic import ALGORITHMS
 
 __all__ = ["Machines", "collective_time", "machines"]
 
@@ -25,11 +27,12 @@ __all__ = ["Machines", "collective_time", "machines"]
 # streaming GH200 3,315 / 4,000 (BabelStream's triad, UoB-HPC/BabelStream issue 194), bus H200 368 / 450, host link 55 / 63
 _SHARES = {"matmul": 0.80, "attention": 0.44, "memory": 0.83, "bus": 0.82, "host": 0.87}
 _MICRO = 1e-6
+_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "recv")
 
 
 @dataclass(frozen=True)
 class Machines:
-    """`gpus` devices in hosts of `per_node`. Rates are those reached, per device, in B/s or FLOP/s; 0 is derived from `gpu`.
+    """`gpus` devices in hosts of `per_node`. Rates are those reached, per device, in B/s or FLOP/s: `machines` finds them.
 
     matmul_flops: of large 16-bit matrix products; attention_flops: of one-kernel attention.
     memory_bandwidth: of kernels that stream, such as an optimiser step.
@@ -47,14 +50,14 @@ class Machines:
 
     gpu: Hardware
     gpus: int
-    per_node: int = 8
-    matmul_flops: float = 0.0
-    attention_flops: float = 0.0
-    memory_bandwidth: float = 0.0
-    bus_bandwidth: float = 0.0
-    inter_bandwidth: float = 0.0
-    host_bandwidth: float = 0.0
-    memory_bytes: int = 0
+    per_node: int
+    matmul_flops: float
+    attention_flops: float
+    memory_bandwidth: float
+    bus_bandwidth: float
+    inter_bandwidth: float
+    host_bandwidth: float
+    memory_bytes: int
     kernel_seconds: float = 5.3e-6
     collective_seconds: float = 0.0
     efficiency: float = 0.74
@@ -65,13 +68,9 @@ class Machines:
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.per_node < 1:
             raise ValueError(f"{self.gpus} GPUs in hosts of {self.per_node}: at least one of each")
-        for name, value in _derived(self.gpu).items():
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, (int, float)) and (value < 0 or (each.name == "efficiency" and not value)):
-                raise ValueError(f"{each.name} is {value}: it must be above 0")
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and value < 0:
+                raise ValueError(f"{name} is {value}: it must not be below 0")
 
     @property
     def nodes(self) -> int:
@@ -79,44 +78,43 @@ class Machines:
         return math.ceil(self.gpus / self.per_node)
 
 
-def _derived(found: Hardware) -> dict[str, float]:
-    """Rates of one GPU in base units: measured where on file, else a share of what is specified."""
+def machines(name: str, gpus: int, per_node: int = 8, **rates: Any) -> Machines:
+    """Return `gpus` GPUs by their name in data/hardware.yaml, as in "H100-SXM"; `rates` replace what is on file.
+
+    Rates are those measured where on file, else a share of what is specified. Raises KeyError for an unknown name.
+    """
+    found = gpu(name)
     matmul = (found.matmul_bf16_tflops or _SHARES["matmul"] * (found.bf16_tflops or found.fp16_tflops or 0)) * 1e12
     bus = found.all_reduce_bus_gb_per_s or _SHARES["bus"] * (found.nvlink_gb_per_s or found.pcie_gb_per_s)
-    return {
+    known: dict[str, Any] = {
         "matmul_flops": matmul,
-        "attention_flops": found.attention_bf16_tflops * 1e12 if found.attention_bf16_tflops else _SHARES["attention"] * matmul,
+        "attention_flops": (found.attention_bf16_tflops or 0) * 1e12 or _SHARES["attention"] * matmul,
         "memory_bandwidth": _SHARES["memory"] * found.memory_bandwidth_gb_per_s * 1e9,
         "bus_bandwidth": bus * 1e9,
         "inter_bandwidth": (found.nic_gb_per_s or found.pcie_gb_per_s) * 1e9,
         "host_bandwidth": (found.host_to_device_gb_per_s or _SHARES["host"] * found.pcie_gb_per_s) * 1e9,
         "memory_bytes": found.memory_bytes,
     }
-
-
-def machines(name: str, gpus: int, per_node: int = 8) -> Machines:
-    """Return `gpus` GPUs by their name in data/hardware.yaml, as in "H100-SXM". Raises KeyError for an unknown name."""
-    return Machines(gpu(name), gpus, per_node)
+    return Machines(found, gpus, per_node, **known | rates)
 
 
 def collective_time(op: str, size_bytes: float, ranks: int, machines: Machines, *, stride: int = 1) -> float:
     """Return the seconds of one collective over `ranks` devices that lie `stride` apart; `size_bytes` as `traffic` counts them.
 
-    `op` is "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send" or "recv". Of the devices between
-    two members the others are taken to be busy with collectives of their own: each has its share of the network. Raises
-    ValueError for an unknown operation.
+    `op` is "all_reduce", "all_gather", "reduce_scatter", "send" or "recv". Of the devices between two members the others are
+    taken to be busy with collectives of their own: each has its share of the network. Raises ValueError for another operation.
     """
-    if op not in _STEPS:
-        raise ValueError(f"operation {op!r}: collective_time knows {', '.join(_STEPS)}")
+    if op not in _OPERATIONS:
+        raise ValueError(f"operation {op!r}: collective_time knows {', '.join(_OPERATIONS)}")
     if ranks < 2 or not size_bytes:
         return 0.0
     op = "send" if op == "recv" else op
-    measured = [(abs(count - ranks), link) for name, count, link in machines.links if name == op]
+    measured = {count: link for name, count, link in machines.links if name == op}
     if measured:
-        return min(measured, key=lambda each: each[0])[1].seconds(size_bytes)
+        return measured[min(measured, key=lambda count: abs(count - ranks))].seconds(size_bytes)
     inside = max(1, min(ranks, machines.per_node // stride))
     nodes = math.ceil(ranks / inside)
-    steps, moved = _STEPS[op](ranks), _MOVED[op](ranks)
+    moved, *_, steps = ALGORITHMS[op]["direct" if op == "send" else "ring"](ranks)
     shared = 1 if op == "send" else inside  # network adapters that work on it in each host
     bandwidth = machines.bus_bandwidth if nodes == 1 else min(machines.bus_bandwidth, shared * machines.inter_bandwidth)
     near = "nvlink" if machines.gpu.nvlink_gb_per_s else "pcie"
@@ -129,22 +127,3 @@ def collective_time(op: str, size_bytes: float, ranks: int, machines: Machines, 
         latency = each["base"] + 2 * ((inside - 1) * each[near] + math.log2(nodes) * each["net"])
         times.append(latency * _MICRO + 2 * size_bytes / (each["share"] * bandwidth))
     return machines.collective_seconds + min(times)
-
-
-_STEPS = {
-    "all_reduce": lambda n: 2 * (n - 1),
-    "all_gather": lambda n: n - 1,
-    "reduce_scatter": lambda n: n - 1,
-    "broadcast": lambda n: n,
-    "all_to_all": lambda n: n - 1,
-    "send": lambda n: 1,
-    "recv": lambda n: 1,
-}
-_MOVED = {  # bus bytes a payload byte: nccl-tests' doc/PERFORMANCE.md
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1,
-    "all_to_all": lambda n: (n - 1) / n,
-    "send": lambda n: 1,
-}

@@ -61,10 +61,9 @@ def memory(config: Any, workload: Workload, layout: Layout | None = None, *, sta
     `config` is a transformers config or anything `architecture` reads. Raises ValueError for a config that is not understood and
     for layouts that cannot be: more stages than layers, heads that tensor parallelism does not divide.
     """
-    chosen = range((layout or Layout()).pp) if stage is None else [stage]
+    stages = range((layout or Layout()).pp) if stage is None else [stage]
     predict = _training if workload.training else _inference
-    found = [predict(rank_of(config, workload, layout, each)) for each in chosen]
-    return max(found, key=lambda each: each.peak)
+    return max((predict(rank_of(config, workload, layout, each)) for each in stages), key=lambda each: each.peak)
 
 
 def kv_bytes_per_token(config: Any, *, precision: str = "bf16", tp: int = 1) -> int:
@@ -78,13 +77,12 @@ def kv_bytes_per_token(config: Any, *, precision: str = "bf16", tp: int = 1) -> 
 
 def _training(rank: Rank) -> Memory:
     workload, layout, code, width = rank.workload, rank.layout, rank.code, rank.width
-    elements = sum(rank.elements(rank.held))
+    elements = rank.elements(rank.held)
     shard = [1 / layout.shards if layout.zero >= level else 1 for level in range(4)]
-    each = {"adamw": 2 * width.moment, "adamw8bit": 2 * (1 + 4 / 256), "sgd": 0, "momentum": 4}[workload.optimizer]
     sizes = {
         "parameters": width.weight * elements * shard[3],
         "gradients": width.gradient * elements * shard[2],
-        "optimizer_state": each * elements * shard[1] + 4 * len(rank.held) * workload.optimizer.startswith("adamw"),
+        "optimizer_state": rank.state * elements * shard[1] + 4 * len(rank.held) * workload.optimizer.startswith("adamw"),
         "master_weights": width.master * elements * shard[1],
         "buffers": _buffers(rank, elements, shard[1]),
     }
@@ -121,18 +119,18 @@ def _buffers(rank: Rank, elements: float, shard: float) -> float:
         tied = rank.shape.tied and layout.pp == 1
         one_layer = [*rank.shape.layer_parameters(rank.layers[0]), *rank.ends]  # cast anew with each checkpointed layer
         cast = one_layer if rank.workload.checkpointing == "full" else rank.held
-        found += compute * sum(rank.elements([each for each in cast if each.linear or (tied and each.name == "embedding")]))
+        found += compute * rank.elements([each for each in cast if each.inputs or (tied and each.name == "embedding")])
     if layout.zero == 3:  # embedding and head stay gathered until backward; two layers (one prefetched), two layers' gradients
-        layer = max((sum(rank.elements(rank.shape.layer_parameters(each))) for each in rank.layers), default=0.0)
-        found += compute * (sum(rank.elements(rank.ends)) + 4 * layer)
+        layer = max((rank.elements(rank.shape.layer_parameters(each)) for each in rank.layers), default=0.0)
+        found += compute * (rank.elements(rank.ends) + 4 * layer)
     return found
 
 
 def _inference(rank: Rank) -> Memory:
     shape, workload, width, tp = rank.shape, rank.workload, rank.width, rank.layout.tp
     serving, compute, h = workload.implementation == "vllm", width.compute, shape.hidden
-    weights = [width.weight if each.linear and each.split != "vocabulary" else max(width.weight, 2) for each in rank.held]
-    cached = kv_bytes_per_token(shape, precision=workload.precision, tp=tp) * len(rank.layers) / shape.layers
+    cached = workload.batch * (workload.sequence + workload.new_tokens) * (not serving)  # tokens; vLLM fills what is left
+    cache = kv_bytes_per_token(shape, precision=workload.precision, tp=tp) * len(rank.layers) / shape.layers * cached
     tokens = workload.batched_tokens or rank.tokens
     wide = max(shape.intermediate, shape.experts_per_token * shape.expert_intermediate) / tp
     mlp = compute * (4 * h + (3 if shape.gated else 2) * wide)  # gate and up, or input alone, and their product
@@ -141,16 +139,14 @@ def _inference(rank: Rank) -> Memory:
     logits = rank.last * (workload.batch if serving or workload.new_tokens else tokens) * shape.vocabulary * compute
     sampler = logits / compute * 12 * serving
     sizes = {
-        "parameters": sum(size * each for size, each in zip(weights, rank.elements(rank.held), strict=True)),
+        "parameters": rank.stored(rank.held),
         "activations": tokens * max(mlp, attention),
         "logits": logits,
         "loss": sampler,
-        "kv_cache": 0
-        if serving
-        else cached * workload.batch * (workload.sequence + workload.new_tokens),  # vLLM fills what is left
+        "kv_cache": cache,
     }
     moments = {"a layer": sizes["activations"], "logits": 2 * tokens * h * compute + logits + sampler}
-    return _memory(rank, sizes["parameters"] + sizes["kv_cache"], moments, sizes)
+    return _memory(rank, sizes["parameters"] + cache, moments, sizes)
 
 
 def _memory(rank: Rank, always: float, moments: dict[str, float], sizes: dict[str, float]) -> Memory:

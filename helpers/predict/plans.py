@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Candidate", "Plan", "Rejection"]
 
 SHOWN = 5  # rows of a plan's table
+RESERVE = 0.1  # share of a GPU's memory that is kept free
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,10 +49,8 @@ class Candidate:
 
     def worth(self, goal: str) -> float:
         """What a goal makes small: seconds a token, seconds of a step, GPU time a token, GPUs."""
-        second = self.seconds / self.tokens
-        return {"throughput": second, "latency": self.seconds, "cost": self.layout.ranks * second, "fits": self.layout.ranks}[
-            goal
-        ]
+        ranks, token = self.layout.ranks, self.seconds / self.tokens
+        return {"throughput": token, "latency": self.seconds, "cost": ranks * token, "fits": ranks}[goal]
 
     @property
     def name(self) -> str:
@@ -73,16 +72,14 @@ class Rejection:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The layouts that fit `machines`, best first; `room` are the bytes of a GPU that may be used, `reserve` is kept free."""
+    """The layouts that fit `machines`, best first; `room` are the bytes of a GPU that may be used."""
 
     goal: str
     machines: Machines
     workload: Workload  # of the whole job
     room: int
-    reserve: float
     candidates: tuple[Candidate, ...]
     rejected: tuple[Rejection, ...]
-    price_per_gpu_hour: float | None = None
 
     @property
     def best(self) -> Candidate:
@@ -100,10 +97,11 @@ class Plan:
         parts = sorted(((size, name) for name, size in held(best.memory).items()), reverse=True)[:2]
         told = [
             f"For {self.goal}: {best.name}.",
-            f"The fullest rank needs {_gib(best.memory.peak)} of {_gib(self.room)} ({_percent(self.reserve)} are kept free), "
+            f"The fullest rank needs {_gib(best.memory.peak)} of {_gib(self.room)} ({_percent(RESERVE)} are kept free), "
             f"mostly {' and '.join(f'{name} ({_gib(size)})' for size, name in parts)}.",
             f"A {'step' if training else 'decode step'} takes {_seconds(best.seconds)}{_shares(best)}: "
-            f"{best.tokens_per_second:,.0f} tokens/s with {counted(best.layout.ranks, 'GPU')}, {self._cost(best)}.",
+            f"{best.tokens_per_second:,.0f} tokens/s with {counted(best.layout.ranks, 'GPU')}, "
+            f"{best.gpu_hours_per_million_tokens:.2g} GPU-hours a million tokens.",
         ]
         if len(self.candidates) > 1:
             more = "1 more fits" if len(self.candidates) == 2 else f"{len(self.candidates) - 1:,} more fit"
@@ -118,15 +116,10 @@ class Plan:
         """
         best, each_host = self.best, min(self.machines.per_node, self.best.layout.ranks)
         if not self.workload.training:
-            return {"vllm": commands.vllm(best.layout, best.workload, model, 1 - self.reserve, each_host)}
+            return {"vllm": commands.vllm(best.layout, best.workload, model, 1 - RESERVE, each_host)}
         found = {"torchrun": commands.torchrun(best.layout, best.workload, script, each_host, bool(best.offloaded))}
         config = commands.accelerate(best.layout, best.workload, each_host, bool(best.offloaded))
         return found | ({"accelerate": config} if config else {})
-
-    def _cost(self, each: Candidate) -> str:
-        hours = each.gpu_hours_per_million_tokens
-        price = f" ({hours * self.price_per_gpu_hour:.3g} at the price given)" if self.price_per_gpu_hour is not None else ""
-        return f"{hours:.2g} GPU-hours a million tokens{price}"
 
     def _behind(self) -> str:
         """How far the second is behind the first in what the goal asks for; by time where that is the same."""
@@ -139,35 +132,24 @@ class Plan:
         told = "; ".join(f"{each.reason} ({each.count:,}, for example {each.example})" for each in self.rejected)
         return f"Left out: {told}." if told else "Nothing was left out."
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                str(place),
-                each.name,
-                f"{each.memory.peak / 2**30:.3g}",
-                _seconds(each.seconds),
-                f"{each.tokens_per_second:,.0f}",
-                f"{each.gpu_hours_per_million_tokens:.2g}",
-            )
-            for place, each in enumerate(self.candidates[:SHOWN], 1)
-        ]
-
-    @property
-    def _heads(self) -> tuple[str, ...]:
-        return ("", "layout", "GiB", "step" if self.workload.training else "decode step", "tokens/s", "GPU-h/M tokens")
+    def _table(self) -> list[list[str]]:
+        """The first layouts under their headings; nothing where none fits."""
+        step = "step" if self.workload.training else "decode step"
+        rows = [["", "layout", "GiB", step, "tokens/s", "GPU-h/M tokens"]] if self.candidates else []
+        for place, each in enumerate(self.candidates[:SHOWN], 1):
+            hours, peak = f"{each.gpu_hours_per_million_tokens:.2g}", f"{each.memory.peak / 2**30:.3g}"
+            rows.append([str(place), each.name, peak, _seconds(each.seconds), f"{each.tokens_per_second:,.0f}", hours])
+        return rows
 
     def __repr__(self) -> str:
-        rows = [self._heads, *self._rows()]
-        widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+        rows = self._table()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*(lines if self.candidates else []), self.explanation])
+        return "\n".join([*lines, self.explanation])
 
     def _repr_html_(self) -> str:
-        rows = [self._heads, *self._rows()] if self.candidates else []
-        cells = "".join(
-            f"<tr>{''.join(f'<td style=text-align:left>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-        )
-        return f"<table>{cells}</table><p>{html.escape(self.explanation)}</p>"
+        rows = ["".join(f"<td style=text-align:left>{html.escape(cell)}</td>" for cell in row) for row in self._table()]
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table><p>{html.escape(self.explanation)}</p>"
 
 
 def described(layout: Layout, workload: Workload, offload: bool = False) -> str:

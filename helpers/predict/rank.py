@@ -11,7 +11,7 @@ from typing import Any
 from helpers.predict.architecture import Architecture, Parameter, architecture
 from helpers.predict.layout import IMPLEMENTATIONS, PRECISIONS, Implementation, Layout, Precision, Workload
 
-__all__ = ["Rank", "rank_of", "stages"]
+__all__ = ["Rank", "rank_of", "stages", "undivided"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,12 @@ class Rank:
         return 4 if self.workload.precision == "autocast" else self.width.compute
 
     @property
+    def state(self) -> float:
+        """Bytes of optimiser state for each parameter; 8-bit moments have a scale per block of 256."""
+        moments = {"adamw": 2 * self.width.moment, "adamw8bit": 2 * (1 + 4 / 256), "sgd": 0, "momentum": 4}
+        return moments[self.workload.optimizer]
+
+    @property
     def first(self) -> bool:
         return self.stage == 0
 
@@ -55,15 +61,29 @@ class Rank:
         return 1 / self.layout.tp if self.layout.sequence_parallel else 1
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Into how many parts tensor parallelism cuts a weight, by `Parameter.split`."""
+        tp = self.layout.tp
+        vocabulary = tp if self.code.vocabulary_parallel else 1
+        return {"none": 1, "column": tp, "row": tp, "kv": min(tp, self.shape.kv_heads), "vocabulary": vocabulary}
+
+    @property
     def vocabulary(self) -> float:
         """The rank's share of the vocabulary, in entries."""
-        return self.shape.vocabulary / (self.layout.tp if self.code.vocabulary_parallel else 1)
+        return self.shape.vocabulary / self.parts["vocabulary"]
 
-    def elements(self, found: list[Parameter]) -> list[float]:
-        """How many elements of each weight the rank holds."""
-        tp, vocabulary = self.layout.tp, self.shape.vocabulary / self.vocabulary
-        parts = {"none": 1, "column": tp, "row": tp, "kv": min(tp, self.shape.kv_heads), "vocabulary": vocabulary}
-        return [each.elements / parts[each.split] for each in found]
+    def elements(self, found: list[Parameter]) -> float:
+        """How many elements of these weights the rank holds."""
+        parts = self.parts
+        return sum(each.elements / parts[each.split] for each in found)
+
+    def stored(self, found: list[Parameter]) -> float:
+        """Bytes of these weights on the rank in inference: an 8-bit format is for linear layers without the output matrix."""
+        parts, width = self.parts, self.width.weight
+        wide = max(width, 2)
+        return sum(
+            (width if each.inputs and each.split != "vocabulary" else wide) * each.elements / parts[each.split] for each in found
+        )
 
     @property
     def ends(self) -> list[Parameter]:
@@ -86,6 +106,26 @@ def rank_of(config: Any, workload: Workload, layout: Layout | None, stage: int =
         raise ValueError(f"{shape.kv_heads} key-value heads and tp={layout.tp}: one must be a multiple of the other")
     cut = stages(shape, layout.pp, by_cost=IMPLEMENTATIONS[workload.implementation].stages_by_cost)
     return Rank(shape, workload, layout, stage, cut[stage])
+
+
+def undivided(config: Any, tp: int, implementation: str = "transformers") -> dict[str, int]:
+    """Return what `tp` tensor-parallel ranks would have to cut into unequal parts, by name, with its size; empty: all divides.
+
+    transformers' plans cut the matrix of each key-value head; other codes can also repeat heads. vLLM pads the vocabulary to 64.
+    """
+    shape, vocabulary = architecture(config), 0
+    widths = [shape.intermediate] * any(not shape.is_sparse(layer) for layer in range(shape.layers))
+    widths += [shape.expert_intermediate, shape.shared_intermediate]
+    if IMPLEMENTATIONS[implementation].vocabulary_parallel:
+        vocabulary = 64 * math.ceil(shape.vocabulary / 64) if implementation == "vllm" else shape.vocabulary
+    repeated = implementation != "transformers" and tp % shape.kv_heads == 0
+    sizes = {
+        "attention heads": shape.heads,
+        "key-value heads": 0 if repeated else shape.kv_heads,
+        "MLP columns": next((width for width in widths if width % tp), 0),
+        "vocabulary entries": vocabulary,
+    }
+    return {what: size for what, size in sizes.items() if size % tp}
 
 
 def stages(config: Any, pp: int, *, by_cost: bool = False) -> list[range]:

@@ -81,8 +81,8 @@ def _layers(rank: Rank, tokens: float, passes: int, when: str) -> list[Exchange]
 def _data(rank: Rank) -> list[Exchange]:
     """Gradients and, from ZeRO 1 on, weights over the data-parallel ranks."""
     zero, passes, width = rank.layout.zero, rank.workload.micro_batches, rank.width
-    whole = sum(rank.elements(rank.held))
-    layer = sum(rank.elements(rank.shape.layer_parameters(rank.layers[-1]))) if rank.layers else 0.0
+    whole = rank.elements(rank.held)
+    layer = rank.elements(rank.shape.layer_parameters(rank.layers[-1])) if rank.layers else 0.0
     root, inner = whole - layer * len(rank.layers), len(rank.layers) * passes
     rows: list[tuple[str, int, float, str]] = [("all_reduce", 1, whole * width.gradient, "backward")]
     if zero in (1, 2):

@@ -21,7 +21,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Traffic", "traffic"]
+__all__ = ["ALGORITHMS", "Traffic", "traffic"]
+
+Shares = tuple[float, float, float, int, int]
 
 
 @dataclass(frozen=True)
@@ -39,84 +41,62 @@ class Traffic:
     rounds: int  # messages that follow one another: what latency is paid for
 
 
-_Formula = Callable[[int, int], tuple[float, float, float, int, int]]  # (n, B) -> sent, received, total, messages, rounds
+def _even(n: int, share: float, steps: int) -> Shares:
+    """All ranks alike: each sends and receives `share` payloads in `steps` messages, one after the other."""
+    return share, share, n * share, steps, steps
+
+
+def _at_once(n: int, share: float) -> Shares:
+    """All ranks alike: each sends its part to everybody else at the same time."""
+    return share, share, n * share, n - 1, 1
 
 
 def _log(n: int) -> int:
     return math.ceil(math.log2(n))
 
 
-def _even(share: Callable[[int], float], steps: Callable[[int], int], together: bool = False) -> _Formula:
-    """All ranks alike: each sends `share(n)` times the buffer in `steps(n)` messages, one after the other unless `together`."""
-    return lambda n, b: (share(n) * b, share(n) * b, n * share(n) * b, steps(n), 1 if together else steps(n))
-
-
-def _fan(n: int, b: int) -> tuple[float, float, float, int, int]:
-    """The root sends each other rank its part."""
-    return (n - 1) / n * b, b / n, (n - 1) / n * b, n - 1, 1
-
-
-def _chain(n: int, b: int) -> tuple[float, float, float, int, int]:
-    """Each rank hands the whole buffer to the next one; pipelined in pieces the rounds overlap."""
-    return b, b, (n - 1) * b, 1, n - 1
-
-
-def _tree(n: int, b: int) -> tuple[float, float, float, int, int]:
-    """Binomial tree: the root sends to ⌈log₂ n⌉ ranks (for a reduction: receives from them), every other one receives once."""
-    return _log(n) * b, b, (n - 1) * b, _log(n), _log(n)
-
-
-def _mirrored(formula: _Formula) -> _Formula:
-    """The same way back: what was sent is received."""
-
-    def mirror(n: int, b: int) -> tuple[float, float, float, int, int]:
-        sent, received, total, _, rounds = formula(n, b)
-        return received, sent, total, 1, rounds
-
-    return mirror
-
-
-_TWICE, _ONCE = (lambda n: 2 * (n - 1) / n), (lambda n: (n - 1) / n)
-_FORMULAS: dict[str, dict[str, _Formula]] = {
+# By operation and algorithm, for n ranks: payloads that the busiest rank sends, that it receives, that all send; messages,
+# rounds. The first algorithm of an operation is what gloo does.
+ALGORITHMS: dict[str, dict[str, Callable[[int], Shares]]] = {
     "all_reduce": {
-        "ring": _even(_TWICE, lambda n: 2 * (n - 1)),  # reduce-scatter, then all-gather, each around the ring
-        "halving_doubling": _even(_TWICE, lambda n: 2 * _log(n)),  # Rabenseifner; ranks a power of two
-        "recursive_doubling": _even(_log, _log),  # ranks a power of two
-        "tree": lambda n, b: (_log(n) * b, _log(n) * b, 2 * (n - 1) * b, _log(n), 2 * _log(n)),  # to the root and back
-        "double_tree": lambda n, b: (2 * b, 2 * b, 2 * (n - 1) * b, 4, 2 * _log(n)),  # each rank inner in one tree only
-        "direct": _even(lambda n: n - 1, lambda n: n - 1, together=True),  # everybody sends everything to everybody
+        "ring": lambda n: _even(n, 2 * (n - 1) / n, 2 * (n - 1)),  # reduce-scatter, then all-gather, each around the ring
+        "halving_doubling": lambda n: _even(n, 2 * (n - 1) / n, 2 * _log(n)),  # Rabenseifner
+        "recursive_doubling": lambda n: _even(n, _log(n), _log(n)),
+        "tree": lambda n: (_log(n), _log(n), 2 * (n - 1), _log(n), 2 * _log(n)),  # to the root and back
+        "double_tree": lambda n: (2, 2, 2 * (n - 1), 4, 2 * _log(n)),  # each rank is an inner one in one tree only
+        "direct": lambda n: _at_once(n, n - 1),  # everybody sends everything to everybody
     },
     "all_gather": {
-        "ring": _even(_ONCE, lambda n: n - 1),
-        "recursive_doubling": _even(_ONCE, _log),
-        "direct": _even(_ONCE, lambda n: n - 1, together=True),
+        "ring": lambda n: _even(n, (n - 1) / n, n - 1),
+        "recursive_doubling": lambda n: _even(n, (n - 1) / n, _log(n)),
+        "direct": lambda n: _at_once(n, (n - 1) / n),
     },
     "reduce_scatter": {
-        "ring": _even(_ONCE, lambda n: n - 1),
-        "recursive_halving": _even(_ONCE, _log),
-        "direct": _even(_ONCE, lambda n: n - 1, together=True),
-        "all_reduce": _even(_TWICE, lambda n: 2 * (n - 1)),  # a whole ring all-reduce of which each rank keeps its part
+        "all_reduce": lambda n: _even(n, 2 * (n - 1) / n, 2 * (n - 1)),  # a ring all-reduce of which each rank keeps its part
+        "ring": lambda n: _even(n, (n - 1) / n, n - 1),
+        "recursive_halving": lambda n: _even(n, (n - 1) / n, _log(n)),
+        "direct": lambda n: _at_once(n, (n - 1) / n),
     },
-    "broadcast": {"tree": _tree, "chain": _chain},
+    "broadcast": {
+        "tree": lambda n: (_log(n), 1, n - 1, _log(n), _log(n)),  # binomial: the root sends ⌈log₂ n⌉ times
+        "chain": lambda n: (1, 1, n - 1, 1, n - 1),  # each hands the whole to the next; pipelined in pieces the rounds overlap
+    },
     "reduce": {
-        "tree": _mirrored(_tree),
-        "chain": _chain,
-        # reduce-scatter around the ring, then each rank's part to the root
-        "ring": lambda n, b: (b, 2 * (n - 1) / n * b, (n - 1) * (1 + 1 / n) * b, n, n),
+        "ring": lambda n: (1, 2 * (n - 1) / n, (n - 1) * (1 + 1 / n), n, n),  # reduce-scatter, then each part to the root
+        "tree": lambda n: (1, _log(n), n - 1, 1, _log(n)),
+        "chain": lambda n: (1, 1, n - 1, 1, n - 1),
     },
-    "all_to_all": {"pairwise": _even(_ONCE, lambda n: n - 1), "direct": _even(_ONCE, lambda n: n - 1, together=True)},
-    "gather": {"direct": _mirrored(_fan)},
-    "scatter": {"direct": _fan},
-    "send": {"direct": lambda n, b: (b, 0, b, 1, 1)},
-    "recv": {"direct": lambda n, b: (0, b, b, 0, 1)},
-    "barrier": {"dissemination": lambda n, b: (0, 0, 0, _log(n), _log(n))},
+    "all_to_all": {
+        "direct": lambda n: _at_once(n, (n - 1) / n),
+        "pairwise": lambda n: _even(n, (n - 1) / n, n - 1),
+    },
+    "gather": {"direct": lambda n: (1 / n, (n - 1) / n, (n - 1) / n, 1, 1)},
+    "scatter": {"direct": lambda n: ((n - 1) / n, 1 / n, (n - 1) / n, n - 1, 1)},
+    "send": {"direct": lambda n: (1, 0, 1, 1, 1)},
+    "recv": {"direct": lambda n: (0, 1, 1, 0, 1)},
+    "barrier": {"dissemination": lambda n: (0, 0, 0, _log(n), _log(n))},
 }
-DEFAULTS = {  # what each backend does by default; NCCL for messages that are not small
-    "gloo": {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "all_reduce", "broadcast": "tree", "reduce": "ring",
-             "all_to_all": "direct"},
-    "nccl": {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "broadcast": "chain", "reduce": "chain",
-             "all_to_all": "direct"},
-}  # fmt: skip
+_NCCL = {"reduce_scatter": "ring", "broadcast": "chain", "reduce": "chain"}  # where its default, for large messages, differs
 _POWERS_OF_TWO = ("halving_doubling", "recursive_doubling", "recursive_halving")
 
 
@@ -126,19 +106,20 @@ def traffic(op: str, bytes: int, ranks: int, *, algorithm: str | None = None, ba
     `algorithm` None is what `backend` does by default. Bytes that do not divide are rounded up. Raises ValueError for an
     unknown operation, algorithm or backend, and for recursive algorithms where `ranks` is not a power of two.
     """
-    if backend not in DEFAULTS:
-        raise ValueError(f"backend {backend!r}: traffic knows {', '.join(DEFAULTS)}")
-    if op not in _FORMULAS:
-        raise ValueError(f"operation {op!r}: traffic knows {', '.join(_FORMULAS)}")
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend {backend!r}: traffic knows gloo and nccl")
+    if op not in ALGORITHMS:
+        raise ValueError(f"operation {op!r}: traffic knows {', '.join(ALGORITHMS)}")
     if ranks < 1 or bytes < 0:
         raise ValueError(f"{ranks} ranks and {bytes} bytes: at least one rank and no negative size")
-    algorithm = algorithm or DEFAULTS[backend].get(op) or next(iter(_FORMULAS[op]))
-    if algorithm not in _FORMULAS[op]:
-        raise ValueError(f"no algorithm {algorithm!r} for {op}; there are {', '.join(_FORMULAS[op])}")
+    default = next(iter(ALGORITHMS[op]))
+    algorithm = algorithm or (_NCCL.get(op, default) if backend == "nccl" else default)
+    if algorithm not in ALGORITHMS[op]:
+        raise ValueError(f"no algorithm {algorithm!r} for {op}; there are {', '.join(ALGORITHMS[op])}")
     if algorithm in _POWERS_OF_TWO and ranks & (ranks - 1):
         raise ValueError(f"{algorithm} pairs ranks by halves: it needs 2, 4, 8 … ranks, not {ranks}; ring takes any number")
     if ranks == 1:
         return Traffic(op, algorithm, 1, bytes, 0, 0, 0, 0, 0)
-    sent, received, total, messages, rounds = _FORMULAS[op][algorithm](ranks, bytes)
-    sent, received, total = (math.ceil(round(size, 6)) for size in (sent, received, total))
+    *shares, messages, rounds = ALGORITHMS[op][algorithm](ranks)
+    sent, received, total = (math.ceil(round(share * bytes, 6)) for share in shares)
     return Traffic(op, algorithm, ranks, bytes, sent, received, total, messages, rounds)
