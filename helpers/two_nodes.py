@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from helpers import preflight
+from helpers.launching import processes
 
 __all__ = ["Host", "TwoNodes", "available", "two_nodes"]
 
@@ -36,7 +37,7 @@ _MTU = 9000  # bytes in a packet, as in clusters: 1 % of what is sent are header
 _LEAST_BURST = 72_000  # bytes sent at once after a pause; the kernel hands over 64 KiB and their headers as one piece
 _BURST_SECONDS = 0.002  # as long as the timer that feeds the link may be late
 _PATIENCE = 10.0  # seconds to set up or to end; both take a fraction of one
-_CLONE_NEWNET, _PR_SET_PDEATHSIG = 0x40000000, 1
+_CLONE_NEWNET = 0x40000000
 
 
 @functools.cache
@@ -218,28 +219,23 @@ def guard(owner: int, outer: int) -> NoReturn:
     """
     inside = _own("user")
     assert inside != outer, "a guardian ends all that runs in its user namespace: it must be one of its own"
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def owner_may_have_died(*_: object) -> None:
-        if os.getppid() != owner:  # else only the thread that started this process has ended
-            end()
 
     def end() -> NoReturn:
         _end_all("user", inside)
         os._exit(0)
 
-    signal.signal(signal.SIGHUP, owner_may_have_died)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
-    owner_may_have_died()
+    processes.when_dead(owner, end)
     guardian, (ready, told) = os.getpid(), os.pipe()
-    other = os.fork()
-    if other == 0:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == guardian and not libc.unshare(_CLONE_NEWNET):
+
+    def hold_the_other() -> int:
+        processes.die_with(guardian)
+        if not ctypes.CDLL(None).unshare(_CLONE_NEWNET):
             os.write(told, b"1")
             while True:
                 signal.pause()
-        os._exit(1)
+        return 1
+
+    other = processes.fork(hold_the_other)
     os.close(told)
     if os.read(ready, 1):
         print(other, flush=True)

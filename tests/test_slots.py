@@ -51,11 +51,9 @@ def folder(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def wake():
-    reading, writing = os.pipe()
-    yield reading, lambda: os.write(writing, b"!")
-    os.close(reading)
-    os.close(writing)
+def interrupted():
+    """Set by a test when waiting shall end."""
+    return threading.Event()
 
 
 @contextlib.contextmanager
@@ -76,12 +74,12 @@ def learner(where, ranks=1, timeout=200.0, **environment):
         process.communicate()
 
 
-def hold_in_a_thread(stack, wanted, count, name, wake):
+def hold_in_a_thread(stack, wanted, count, name, stopped):
     """Ask for slots beside this test: (what was shown, an event set when they are held, a function that gives them back)."""
     shown, has, give_back = [], threading.Event(), threading.Event()
 
     def work():
-        with contextlib.suppress(KeyboardInterrupt), held(wanted, count, name, shown.append, wake):
+        with contextlib.suppress(KeyboardInterrupt), held(wanted, count, name, shown.append, stopped):
             has.set()
             give_back.wait()
 
@@ -113,13 +111,15 @@ def test_without_a_setting_nobody_waits_and_nothing_is_written(folder):
     assert tickets() == []
 
 
-def test_a_slot_has_one_holder_and_the_next_is_told_who(wake):
-    reading, stop = wake
+def test_a_slot_has_one_holder_and_the_next_is_told_who(interrupted):
     shown = []
-    with held(["a", "b"], 1, "first", shown.append, reading) as one, held(["a", "b"], 1, "second", shown.append, reading) as two:
+    with (
+        held(["a", "b"], 1, "first", shown.append, interrupted.is_set) as one,
+        held(["a", "b"], 1, "second", shown.append, interrupted.is_set) as two,
+    ):
         assert (one.slots, two.slots, shown) == (["a"], ["b"], [])
-        stop()
-        with pytest.raises(KeyboardInterrupt), held(["a", "b"], 1, "third", shown.append, reading):
+        interrupted.set()
+        with pytest.raises(KeyboardInterrupt), held(["a", "b"], 1, "third", shown.append, interrupted.is_set):
             pass
         assert [(ticket.job, ticket.held, ticket.pid) for ticket in tickets()] == [
             ("first", ("a",), os.getpid()),
@@ -130,13 +130,12 @@ def test_a_slot_has_one_holder_and_the_next_is_told_who(wake):
     assert tickets() == []
 
 
-def test_all_at_once_or_none_in_the_order_of_asking(wake):
-    reading, stop = wake
+def test_all_at_once_or_none_in_the_order_of_asking(interrupted):
     with contextlib.ExitStack() as stack:
-        _, _, end_small = hold_in_a_thread(stack, ["a", "b"], 1, "small", reading)
-        shown_big, big, end_big = hold_in_a_thread(stack, ["a", "b"], 2, "big", reading)
-        shown_late, late, _ = hold_in_a_thread(stack, ["a", "b"], 1, "late", reading)
-        stack.callback(stop)  # also where this test fails, nobody waits for ever
+        _, _, end_small = hold_in_a_thread(stack, ["a", "b"], 1, "small", interrupted.is_set)
+        shown_big, big, end_big = hold_in_a_thread(stack, ["a", "b"], 2, "big", interrupted.is_set)
+        shown_late, late, _ = hold_in_a_thread(stack, ["a", "b"], 1, "late", interrupted.is_set)
+        stack.callback(interrupted.set)  # also where this test fails, nobody waits for ever
         wait_until(lambda: shown_big and shown_late, "both say what they wait for")
         assert [ticket.held for ticket in tickets()] == [("a",), (), ()]  # b is free: big takes no half, late does not overtake
         assert "waiting for 2 of 2 slots, place 1 in the queue; held by" in shown_big[0]
@@ -148,18 +147,17 @@ def test_all_at_once_or_none_in_the_order_of_asking(wake):
         wait_until(late.is_set, "late has one")
 
 
-def test_who_wants_other_slots_does_not_wait_for_those_in_front(wake):
-    reading, stop = wake
+def test_who_wants_other_slots_does_not_wait_for_those_in_front(interrupted):
     with contextlib.ExitStack() as stack:
-        hold_in_a_thread(stack, ["a"], 1, "first", reading)
-        hold_in_a_thread(stack, ["a"], 1, "behind", reading)
-        stack.callback(stop)
-        with held(["b"], 1, "elsewhere", print, reading) as other:
+        hold_in_a_thread(stack, ["a"], 1, "first", interrupted.is_set)
+        hold_in_a_thread(stack, ["a"], 1, "behind", interrupted.is_set)
+        stack.callback(interrupted.set)
+        with held(["b"], 1, "elsewhere", print, interrupted.is_set) as other:
             assert other.slots == ["b"]
 
 
-def test_more_ranks_than_slots_take_all(wake):
-    with held(["a", "b"], 5, "many", print, wake[0]) as many:
+def test_more_ranks_than_slots_take_all(interrupted):
+    with held(["a", "b"], 5, "many", print, interrupted.is_set) as many:
         assert many.slots == ["a", "b"]
 
 
@@ -185,10 +183,10 @@ def test_a_number_set_by_some_user_does_not_count(folder):
     assert slots.cpu_slots() is None
 
 
-def test_the_doctor_shows_slots(folder, monkeypatch, wake):
+def test_the_doctor_shows_slots(folder, monkeypatch, interrupted):
     assert preflight.slots().meaning == "not limited on cores: nobody waits for those"
     monkeypatch.setenv(slots.CPU_VARIABLE, "2")
-    with held(slots.choices("cpu"), 1, "train", print, wake[0]):
+    with held(slots.choices("cpu"), 1, "train", print, interrupted.is_set):
         assert preflight.slots().meaning == f"2 for ranks on cores; {tickets()[0]}"
     monkeypatch.setenv(slots.CPU_VARIABLE, "0")
     assert (preflight.slots().state, preflight.slots().mend) == ("fail", "unset WORKSHOP_CPU_SLOTS, or correct it")
@@ -198,8 +196,8 @@ def test_the_doctor_shows_slots(folder, monkeypatch, wake):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as two users")
-def test_slots_are_shared_by_users_and_a_dead_users_ticket_counts_for_nothing(folder, wake, tmp_path_factory):
-    with held(["a"], 1, "root's", print, wake[0]):
+def test_slots_are_shared_by_users_and_a_dead_users_ticket_counts_for_nothing(folder, interrupted, tmp_path_factory):
+    with held(["a"], 1, "root's", print, interrupted.is_set):
         pass
     assert folder.stat().st_mode & 0o7777 == 0o1777
     for parent in folder.parents:  # pytest's own folders are closed to others
@@ -213,7 +211,7 @@ def test_slots_are_shared_by_users_and_a_dead_users_ticket_counts_for_nothing(fo
         try:
             os.setgid(65534)
             os.setuid(65534)
-            with held(["a"], 1, "nobody's", print, told) as theirs:
+            with held(["a"], 1, "nobody's", print, interrupted.is_set) as theirs:
                 os.write(tell, theirs.slots[0].encode())
                 signal.pause()
         finally:
@@ -227,12 +225,12 @@ def test_slots_are_shared_by_users_and_a_dead_users_ticket_counts_for_nothing(fo
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    with held(["a"], 1, "root's", print, wake[0]) as again:
+    with held(["a"], 1, "root's", print, interrupted.is_set) as again:
         assert again.slots == ["a"]
     os.close(told)
 
 
-def test_links_and_strange_files_lead_nowhere(folder, tmp_path, wake):
+def test_links_and_strange_files_lead_nowhere(folder, tmp_path, interrupted):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     folder.mkdir()
@@ -244,25 +242,25 @@ def test_links_and_strange_files_lead_nowhere(folder, tmp_path, wake):
         strange.write('{"held": 5}')
         strange.flush()
         slots.fcntl.flock(strange, slots.fcntl.LOCK_SH)
-        with held(["a"], 1, "job", print, wake[0]) as mine:
+        with held(["a"], 1, "job", print, interrupted.is_set) as mine:
             assert mine.slots == ["a"]
             assert [ticket.number for ticket in tickets()] == [6]
     assert victim.read_text() == "mine"
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_folder_that_cannot_be_used_is_named(folder, tmp_path, wake):
+def test_a_folder_that_cannot_be_used_is_named(folder, tmp_path, interrupted):
     folder.symlink_to(tmp_path)
     with (
         pytest.raises(PermissionError, match=r"slots are kept in .*slots.*no link.*WORKSHOP_SLOTS_FOLDER"),
-        held(["a"], 1, "job", print, wake[0]),
+        held(["a"], 1, "job", print, interrupted.is_set),
     ):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["slots"]
 
 
-def test_what_others_write_is_shown_harmlessly(folder, wake):
-    with held(["a"], 1, "job\x1b[31m\r\nno" + 1000 * "!", print, wake[0]):
+def test_what_others_write_is_shown_harmlessly(folder, interrupted):
+    with held(["a"], 1, "job\x1b[31m\r\nno" + 1000 * "!", print, interrupted.is_set):
         shown = str(tickets()[0])
     assert ", job[31mno!!!" in shown
     assert len(shown) <= slots.LONGEST_SHOWN
@@ -271,7 +269,7 @@ def test_what_others_write_is_shown_harmlessly(folder, wake):
 # ---------------------------------------------------------------------------------------------------------------------- GPUs
 
 
-def test_the_slot_decides_which_gpu_a_rank_gets(monkeypatch, wake):
+def test_the_slot_decides_which_gpu_a_rank_gets(monkeypatch, interrupted):
     gpus = tuple(machine.Gpu(index, "made up", f"GPU-{index}", 2**30, (9, 0)) for index in range(2))
     monkeypatch.setattr(machine, "gpus", lambda: gpus)
     monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")
@@ -290,7 +288,7 @@ def test_the_slot_decides_which_gpu_a_rank_gets(monkeypatch, wake):
     for ranks in (1, 2):
         with pytest.raises(Seen):
             launch(lambda: 1, ranks=ranks)
-    with held(["GPU-0"], 1, "another's", print, wake[0]), pytest.raises(Seen):
+    with held(["GPU-0"], 1, "another's", print, interrupted.is_set), pytest.raises(Seen):
         launch(lambda: 1, ranks=1)
     assert asked == ["GPU-0", None, "GPU-1"]  # a job that has all sees them as they are
     with pytest.raises(ValueError, match="needs one GPU per rank: 3 ranks asked for"):
@@ -349,10 +347,10 @@ def test_a_killed_holder_frees_its_slot_when_its_ranks_are_gone_and_waiting_is_n
     assert said.endswith("ran, with a slot for each rank\n"), said
 
 
-def test_a_notebook_shows_the_queue_and_an_interrupt_leaves_nothing(folder, wake):
+def test_a_notebook_shows_the_queue_and_an_interrupt_leaves_nothing(folder, interrupted):
     settings = {slots.CPU_VARIABLE: "2", slots.FOLDER_VARIABLE: str(folder), "JPY_SESSION_NAME": "a notebook"}
     with kernel(**settings) as notebook:
-        with held(["core 0", "core 1"], 1, "another's", print, wake[0]):
+        with held(["core 0", "core 1"], 1, "another's", print, interrupted.is_set):
             cell = notebook.start("try:\n    launch(lambda: 1, ranks=2)\nexcept KeyboardInterrupt as stop:\n    print(stop)")
             wait_until(lambda: [ticket.pid for ticket in tickets()] == [os.getpid(), notebook.pid], "the kernel has a ticket")
             notebook.interrupt()
@@ -368,7 +366,7 @@ def test_a_notebook_shows_the_queue_and_an_interrupt_leaves_nothing(folder, wake
     assert tickets() == []
 
 
-def test_two_hosts_take_slots_like_any_job(monkeypatch, wake):
+def test_two_hosts_take_slots_like_any_job(monkeypatch, interrupted):
     from helpers.two_nodes import two_nodes
 
     possible, why = two_nodes.available()

@@ -217,11 +217,4 @@ def _where(error: LaunchError) -> tuple[str, ...]:
 
 def _tail(run: Run, number: int) -> list[str]:
     """The last lines that a rank printed."""
-    if number >= len(run.logs):
-        return []
-    path = run.logs[number].path
-    if path is None:
-        return run.output(number)[-TAIL:].splitlines()
-    with open(path, "rb") as file:
-        file.seek(-TAIL, os.SEEK_END)
-        return file.read().decode(errors="replace").splitlines()
+    return run.logs[number].last(TAIL).splitlines() if number < len(run.logs) else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import re
 import select
 import shutil
 import signal
@@ -13,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from types import FrameType
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,18 +21,7 @@ import psutil
 from helpers.launching import wire
 from helpers.launching.errors import LaunchError
 
-READ_AT_START = (
-    "OMP_",
-    "MKL_",
-    "MALLOC_",
-    "LD_",
-    "NCCL_",
-    "TORCH_",
-    "GLOO_",
-    "KMP_",
-    "PYTHON",
-    "WORKSHOP_START_METHOD",
-)
+READ_AT_START = ("OMP_", "MKL_", "MALLOC_", "LD_", "NCCL_", "TORCH_", "GLOO_", "KMP_", "PYTHON", "WORKSHOP_START_METHOD")
 MEMORY_FOLDER = "/dev/shm"
 MEMORY_NEEDED = 256 << 20  # bytes free in /dev/shm below which values go to disk: containers often have 64 MiB of it
 ENGINES_KEPT = 2  # the plain one, and the last with variables of its own
@@ -77,12 +66,11 @@ class Engine:
         except BrokenPipeError:
             self.died()
 
-    def listen(self, wake: int, seconds: float) -> list[dict[str, Any]]:
-        """What came within `seconds`, or earlier if `wake` became readable. Raises LaunchError when the warm process is gone."""
-        ready, _, _ = select.select([self.output.descriptor, wake], [], [], seconds)
-        if self.output.descriptor not in ready:
+    def listen(self, seconds: float) -> list[dict[str, Any]]:
+        """What comes within `seconds`. Raises LaunchError when the warm process is gone."""
+        if not select.select([self.output.descriptor], [], [], seconds)[0]:
             return []
-        messages = self.output.read()
+        messages = list(self.output.read())
         if self.output.closed:
             self.died()
         return messages
@@ -107,23 +95,17 @@ class Engine:
         """Let it end its ranks and leave; within a second it is gone. A second time nothing happens."""
         if self.problems.closed:
             return
-        with contextlib.suppress(OSError):
-            wire.send(self.input, {"do": "quit"})
-        with contextlib.suppress(OSError):
-            assert self.process.stdin is not None
-            self.process.stdin.close()
         try:
-            self.process.wait(1)
+            self.process.communicate(b'{"do": "quit"}\n', timeout=1)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        with contextlib.suppress(OSError):
-            os.close(self.output.descriptor)
+        os.close(self.output.descriptor)
         self.problems.close()
 
 
 class Interrupts:
-    """While held, an interrupt raises nothing: it sets `asked` and makes `wake` readable. At the end it is raised after all.
+    """While held, an interrupt raises nothing: it sets `asked`. At the end it is raised after all.
 
     Raising KeyboardInterrupt in the middle of a pipe's message would leave half of it behind and break the next job.
     Outside the main thread signals cannot be held, and nothing is changed. Afterwards the handler is as before.
@@ -131,30 +113,17 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         self.asked = False
-        self.wake, self._write = os.pipe()
-        os.set_blocking(self.wake, False)
-        self._before: Any = None
         self._held = threading.current_thread() is threading.main_thread()
         if self._held:
-            self._before = signal.signal(signal.SIGINT, self._note)
+            self._before: Any = signal.signal(signal.SIGINT, self._note)
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, *_: object) -> None:
         self.asked = True
-        with contextlib.suppress(OSError):
-            os.write(self._write, b"!")
-
-    def seen(self) -> None:
-        """Empty the wake-up pipe, if anything is in it."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.wake, 4096)
 
     def __exit__(self, *_: object) -> None:
-        write, self._write = self._write, -1
-        os.close(self.wake)
-        os.close(write)
-        if self._held:  # last: from here on an interrupt raises
-            signal.signal(signal.SIGINT, self._before if self._before is not None else signal.SIG_DFL)
+        if self._held:  # from here on an interrupt raises
+            signal.signal(signal.SIGINT, signal.SIG_DFL if self._before is None else self._before)
         if self.asked:
             raise KeyboardInterrupt("the job was stopped; no rank is left") from None
 
@@ -166,11 +135,11 @@ class _Workplace:
         self.owner = os.getpid()
         self.lock = threading.Lock()
         self.engines: dict[tuple[tuple[str, str], ...], Engine] = {}
-        self.folder = tempfile.mkdtemp(prefix=f"helpers-{_namespace()}-{self.owner}-")
-        self.memory = self.folder
         self.jobs = 0
+        name = f"helpers-{_namespace()}-{self.owner}-"
+        self.folder = self.memory = tempfile.mkdtemp(prefix=name)
         if os.access(MEMORY_FOLDER, os.W_OK) and shutil.disk_usage(MEMORY_FOLDER).free >= MEMORY_NEEDED:
-            self.memory = tempfile.mkdtemp(prefix=os.path.basename(self.folder) + "-", dir=MEMORY_FOLDER)
+            self.memory = tempfile.mkdtemp(prefix=name, dir=MEMORY_FOLDER)
         for base in {os.path.dirname(self.folder), os.path.dirname(self.memory)}:
             _remove_orphans(base)
 
@@ -188,13 +157,18 @@ class _Workplace:
             self.engines.pop(next(iter(self.engines))).end()
         return engine
 
-    def new_job(self) -> tuple[int, str, str]:
-        """(number, folder on disk, folder in memory) of the next job."""
+    @contextlib.contextmanager
+    def new_job(self) -> Iterator[tuple[int, str, str]]:
+        """(number, folder on disk, folder in memory) of the next job; the folders go at the end of the block."""
         self.jobs += 1
-        folders = [os.path.join(base, f"job{self.jobs}") for base in (self.folder, self.memory)]
-        for folder in folders:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-        return self.jobs, folders[0], folders[1]
+        folder, memory = (os.path.join(base, f"job{self.jobs}") for base in (self.folder, self.memory))
+        try:
+            for each in {folder, memory}:
+                os.mkdir(each, mode=0o700)
+            yield self.jobs, folder, memory
+        finally:
+            for each in {folder, memory}:
+                shutil.rmtree(each, ignore_errors=True)
 
     def close(self) -> None:
         if os.getpid() != self.owner:
@@ -232,9 +206,8 @@ def _namespace() -> int:
 
 def _remove_orphans(base: str) -> None:
     """Folders of kernels that were killed together with their warm processes."""
-    with os.scandir(base) as entries:
-        for entry in entries:
-            match = re.match(rf"helpers-{_namespace()}-(\d+)-", entry.name)
-            with contextlib.suppress(OSError):
-                if match and entry.stat().st_uid == os.getuid() and not psutil.pid_exists(int(match[1])):
-                    shutil.rmtree(entry.path, ignore_errors=True)
+    for folder in Path(base).glob(f"helpers-{_namespace()}-*-*"):
+        with contextlib.suppress(OSError, ValueError):
+            owner = int(folder.name.split("-")[2])
+            if folder.stat().st_uid == os.getuid() and not psutil.pid_exists(owner):
+                shutil.rmtree(folder, ignore_errors=True)

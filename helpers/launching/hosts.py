@@ -10,12 +10,11 @@ import ctypes
 import functools
 import os
 import signal
-from dataclasses import dataclass
 from typing import Any
 
+from helpers.launching import processes, wire
 from helpers.launching import rank as rank_side
-from helpers.launching import wire
-from helpers.launching.warm_job import JOIN_LIMIT, Job, _Rank, end_descendants, fork, fork_rank, keep_only
+from helpers.launching.warm_job import JOIN_LIMIT, Job, Rank, fork_rank
 
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below those that systems hand out; each job has its own
 _FROM_AGENT = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -26,45 +25,31 @@ def port(job: int) -> int:
     return _FIRST_PORT + job % _PORTS
 
 
-@dataclass
-class _Agent:
-    pid: int
-    ranks: list[_Rank]
-    gone: bool = False
-
-
 class HostsJob(Job):
     """A job on `request["hosts"]`: of each its `namespaces` (paths), `address` and network `interface`."""
 
-    def _start(self, method: str) -> list[_Rank]:
-        hosts, count = self.request["hosts"], self.request["ranks"]
-        each = count // len(hosts)
-        pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
-        ends = [(events_end, control_end) for _, events_end, control_end, _ in pipes]
-        parent = os.getpid()
-        pids = [fork(functools.partial(_agent, self.request, host, each, ends, parent)) for host in range(len(hosts))]
-        ranks = [
-            self._born(number, 0, events, events_end, control, control_end)
-            for number, (events, events_end, control_end, control) in enumerate(pipes)
-        ]
-        self.agents = [_Agent(pid, ranks[host * each : (host + 1) * each]) for host, pid in enumerate(pids)]
-        return ranks
+    def _start(self, method: str) -> None:
+        hosts = len(self.request["hosts"])
+        each = len(self.ranks) // hosts
+        self.agents: dict[int, list[Rank]] = {}
+        for host in range(hosts):
+            agent = functools.partial(_agent, self.request, host, each, [rank.ends for rank in self.ranks], os.getpid())
+            self.agents[processes.fork(agent)] = self.ranks[host * each : (host + 1) * each]
 
     def _reap(self) -> None:
         """A rank's keeper says when it has left; where its agent has gone, nobody says so any more."""
-        for agent in [agent for agent in self.agents if not agent.gone]:
+        for agent in list(self.agents):
             try:
-                agent.gone = os.waitpid(agent.pid, os.WNOHANG)[0] != 0
+                gone = os.waitpid(agent, os.WNOHANG)[0]
             except ChildProcessError:  # ended by `end_descendants`
-                agent.gone = True
-            for rank in agent.ranks if agent.gone else ():
-                if not rank.events.closed:
-                    self._listen_to_rank(rank, last=True)
+                gone = agent
+            for rank in self.agents.pop(agent) if gone else ():
+                self._listen_to_rank(rank)
                 if rank.exit is None:
                     self._left(rank, -signal.SIGKILL)
 
-    def _kill(self, ranks: list[_Rank]) -> None:
-        end_descendants()
+    def _kill(self, ranks: list[Rank]) -> None:
+        processes.end_descendants()
 
 
 def _agent(request: dict[str, Any], number: int, each: int, ends: list[tuple[int, int]], parent: int) -> int:
@@ -72,8 +57,7 @@ def _agent(request: dict[str, Any], number: int, each: int, ends: list[tuple[int
     hosts = request["hosts"]
     try:
         _enter(hosts[number]["namespaces"])
-        rank_side.set_apart(rank_side.file_of(request, "agent", number), parent)
-        keep_only(*(end for pair in ends for end in pair))
+        rank_side.set_apart(rank_side.file_of(request, "agent", number), parent, *(end for pair in ends for end in pair))
         os.environ.clear()
         os.environ.update(request["environment"])
 
@@ -95,7 +79,8 @@ def _agent(request: dict[str, Any], number: int, each: int, ends: list[tuple[int
         )
         launch_agent(config, lambda: _keep_a_rank(request, hosts[number]["interface"], ends), [])
     except BaseException as error:
-        rank_side.leave_error(request, number * each, error)
+        first = number * each
+        wire.send(ends[first][0], {"event": "raised", "rank": first, **rank_side.report(error)})
         return 1
     return 0
 
@@ -103,14 +88,13 @@ def _agent(request: dict[str, Any], number: int, each: int, ends: list[tuple[int
 def _keep_a_rank(request: dict[str, Any], interface: str, ends: list[tuple[int, int]]) -> None:
     """What the agent runs in a process per rank: fork the rank, and report its birth and its end."""
     number = int(os.environ["RANK"])
-    events_end, control_end = ends[number]
-    rank_side.die_with(os.getppid())
+    processes.die_with(os.getppid())
     elastic = {name: value for name, value in os.environ.items() if name.startswith(_FROM_AGENT)}
     elastic |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    pid = fork_rank({**request, "elastic": elastic}, number, events_end, control_end)
-    wire.send(events_end, {"event": "born", "pid": pid})
+    pid = fork_rank({**request, "elastic": elastic}, number, ends[number])
+    wire.send(ends[number][0], {"event": "born", "pid": pid})
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    wire.send(events_end, {"event": "left", "code": code})
+    wire.send(ends[number][0], {"event": "left", "code": code})
     while code:
         signal.pause()  # until the job ends all
 

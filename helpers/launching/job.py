@@ -8,33 +8,35 @@ import time
 from typing import Any
 
 from helpers import machine
-from helpers.launching import panel, rank, shipping
+from helpers.launching import panel, rank
 from helpers.launching.engine import Engine, Interrupts
 from helpers.launching.results import Log, Run
-from helpers.measuring import collectives as recorder
+from helpers.measuring import journal
 
-CANCEL_LIMIT = 1.5  # seconds for the warm process to end the ranks before it is ended itself
+CANCEL_LIMIT = 1.0  # seconds for the warm process to end the ranks before it is ended itself
 LARGEST_LOG = 1 << 30  # bytes one rank may print
 
 
 class Job:
-    """`states` holds, by rank, "joining", "running", "finished" or "ended"; `exits` and `hung` what the warm process said."""
+    """`states` holds, by rank, "joining", "running", "finished" or "ended"; the rest is what the warm process said, by rank."""
 
     def __init__(self, request: dict[str, Any], name: str, placement: machine.Placement, asked: float) -> None:
-        count = request["ranks"]
         self.request, self.name, self.placement, self.asked = request, name, placement, asked
-        self.states = ["joining"] * count
-        self.started: list[float | None] = [None] * count
-        self.ended: list[float | None] = [None] * count
+        self.states = ["joining"] * request["ranks"]
+        self.started: dict[int, float] = {}
+        self.finished: dict[int, dict[str, Any]] = {}
+        self.raised: dict[int, dict[str, Any]] = {}
         self.exits: dict[int, dict[str, Any]] = {}
         self.hung: dict[str, Any] | None = None
         self.printed_too_much: int | None = None
         self.unreadable: dict[int, str] = {}  # values of ranks that did not come back
-        self._begun = False
-        self.display = panel.choose([self.file("log", r) for r in range(count)], name)
+        self.logs = [self.file("log", number) for number in range(request["ranks"])]
+        for path in (*self.logs, *(self.file("stack", number) for number in range(request["ranks"]))):
+            open(path, "x").close()
+        self.display = panel.choose(self.logs, name)
 
     def file(self, kind: str, number: int) -> str:
-        """Where rank `number` left its log, stack, error or records."""
+        """Where rank `number` leaves its log, stack or records."""
         return rank.file_of(self.request, kind, number)
 
     def follow(self, engine: Engine, interrupts: Interrupts) -> None:
@@ -49,59 +51,53 @@ class Job:
     def _listen(self, engine: Engine, interrupts: Interrupts) -> None:
         give_up: float | None = None
         while True:
-            for message in engine.listen(interrupts.wake, 0.05):
-                if message["run"] != self.request["run"]:
-                    continue
+            for message in engine.listen(0.05):
                 if message["event"] == "done":
                     return
                 self._note(message)
-            if interrupts.asked:
-                interrupts.seen()
             if give_up is None and (interrupts.asked or self._prints_too_much()):
-                engine.tell({"do": "cancel", "run": self.request["run"]})
+                engine.tell({"do": "cancel"})
                 give_up = time.monotonic() + CANCEL_LIMIT
             if give_up is not None and time.monotonic() > give_up:
-                if self._begun:
-                    engine.end()
-                return  # one that still imports will find the request cancelled
+                engine.end()
+                return
             self.display.update(self.states)
 
     def _note(self, message: dict[str, Any]) -> None:
         number: Any = message.get("rank")
         event = message["event"]
-        if event == "pids":
-            self._begun = True
-        elif event == "started":
+        if event == "started":
             self.states[number], self.started[number] = "running", message["time"]
         elif event == "finished":
-            self.states[number], self.ended[number] = "finished", message["time"]
-        elif event == "exited":
+            self.states[number], self.finished[number] = "finished", message
+        elif event == "raised":
+            self.raised[number] = message
+        elif event == "hung":
+            self.hung = message
+        else:
             self.exits[number] = message
             if self.states[number] != "finished":
                 self.states[number] = "ended"
-        elif event == "hung":
-            self.hung = message
 
     def _prints_too_much(self) -> bool:
-        for number in range(self.request["ranks"]):
-            path = self.file("log", number)
-            if os.path.exists(path) and os.path.getsize(path) > LARGEST_LOG:
-                self.printed_too_much = number
-        return self.printed_too_much is not None
+        too_much = [number for number, path in enumerate(self.logs) if os.path.getsize(path) > LARGEST_LOG]
+        self.printed_too_much = next(iter(too_much), None)
+        return bool(too_much)
 
     def run(self) -> Run:
         """What there is to know, also of a job that failed."""
-        count = self.request["ranks"]
-        recorded = [recorder.read(self.file("records", r), r) for r in range(count) if os.path.exists(self.file("records", r))]
-        begun = [time for time in self.started if time is not None]
-        spans = [None if start is None else (start, end) for start, end in zip(self.started, self.ended, strict=True)]
+        ranks = range(self.request["ranks"])
+        ends = {number: message["time"] for number, message in self.finished.items()}
+        spans = [(self.started[number], ends.get(number)) if number in self.started else None for number in ranks]
+        files = [(self.file("records", number), number) for number in ranks]
+        recorded = [journal.read(path, number) for path, number in files if os.path.exists(path)]
         return Run(
-            ranks=count,
+            ranks=len(ranks),
             device=self.placement.device,
             backend=self.placement.backend,
-            results=[self._value(number) for number in range(count)],
-            seconds=[None if span is None or span[1] is None else span[1] - span[0] for span in spans],
-            startup_seconds=max(begun, default=time.perf_counter()) - self.asked,
+            results=[self._value(number) for number in ranks],
+            seconds=[ends[number] - self.started[number] if number in ends else None for number in ranks],
+            startup_seconds=max(self.started.values(), default=time.perf_counter()) - self.asked,
             spans=spans,
             collectives=tuple(c for record in recorded for c in record.collectives),
             regions=tuple(region for record in recorded for region in record.regions),
@@ -109,14 +105,14 @@ class Job:
             machine=machine.describe().line + (f", as {len(self.request['hosts'])} hosts" if self.request["hosts"] else ""),
             name=self.name,
             problem=next((record.problem for record in recorded if record.problem), None),
-            logs=[Log(self.file("log", number)) for number in range(count)],
+            logs=[Log(path) for path in self.logs],
         )
 
     def _value(self, number: int) -> Any:
-        if self.states[number] != "finished":
+        if number not in self.finished:
             return None
         try:
-            with open(shipping.find((self.request["memory"], self.request["folder"]), f"value{number}"), "rb") as file:
+            with open(self.finished[number]["value"], "rb") as file:
                 return pickle.load(file)
         except Exception as error:
             self.unreadable[number] = f"{type(error).__name__}: {error}"

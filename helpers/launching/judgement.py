@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, NoReturn
 
 from helpers.launching import rank, waits
@@ -43,8 +42,7 @@ def _raise_failed(job: Job, run: Run) -> NoReturn:
     reports = {
         number: _report(job, run, number)
         for number, exit in job.exits.items()
-        if os.path.exists(job.file("error", number))
-        or not (exit["killed"] or (job.states[number] == "finished" and not exit["code"]))
+        if number in job.raised or not (exit["killed"] or (job.states[number] == "finished" and not exit["code"]))
     }
     if not reports:
         raise LaunchError("the ranks ended without saying why", None, run)
@@ -78,20 +76,18 @@ def _raise_failed(job: Job, run: Run) -> NoReturn:
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
         how = f"was killed by {name}{_MEANING.get(name, '')}"
     when = "after it had returned from" if job.states[number] == "finished" else "before it returned from"
-    said = "\n".join(_last_lines(run.output(number)))
+    said = _last_lines(run.output(number))
     message = f"{who} {how} {when} {job.name}.{what}{others}" + (said and f"\n\nIts last lines:\n{said}")
     raise RankDied(message, at_fault, run, code if code >= 0 else None, name)
 
 
 def _report(job: Job, run: Run, number: int) -> dict[str, Any]:
     """What the rank said of its end; of one that said nothing, how it went."""
-    path = job.file("error", number)
-    if os.path.exists(path):
-        with open(path) as file:
-            return json.load(file)
+    if number in job.raised:
+        return job.raised[number]
     exit = job.exits[number]
     aborted = exit["code"] == -signal.SIGABRT  # so ends an exception in a thread of compiled code
-    return {**exit, "lost_peer": aborted and rank.says_peer_is_gone("\n".join(_last_lines(run.output(number))))}
+    return {**exit, "lost_peer": aborted and rank.says_peer_is_gone(_last_lines(run.output(number)))}
 
 
 def _on_host(job: Job, number: int) -> str:
@@ -108,29 +104,25 @@ def _on_host(job: Job, number: int) -> str:
 def _others(job: Job, run: Run, number: int) -> str:
     """What the other ranks were doing, a line each."""
     waiting = waits.in_flight(run.collectives)
-    lines = [f"  rank {other} {_doing(job, run, other, waiting)}" for other in range(run.ranks) if other != number]
-    return "\nMeanwhile:\n" + "\n".join(lines) if lines else ""
+    lines = [f"  rank {other} {_doing(job, other, waiting)}" for other in range(run.ranks) if other != number]
+    return "\n".join(["\nMeanwhile:", *lines]) if lines else ""
 
 
-def _doing(job: Job, run: Run, number: int, waiting: dict[int, Any]) -> str:
+def _doing(job: Job, number: int, waiting: dict[int, Any]) -> str:
     if job.states[number] == "finished":
         return f"had finished {job.name}"
     if number in waiting:
         return f"was in {waits.describe(waiting[number])}"
-    if os.path.exists(job.file("error", number)):
-        return f"raised {_report(job, run, number)['type']} as well"
-    if job.started[number] is None:
+    if number in job.raised:
+        return f"raised {job.raised[number]['type']} as well"
+    if number not in job.started:
         return f"had not begun {job.name}"
     stack = _stack(job, number)
     return f"was at {' → '.join(stack[-2:])}" if stack else f"was in {job.name}"
 
 
 def _stack(job: Job, number: int) -> list[str]:
-    path = job.file("stack", number)
-    if not os.path.exists(path):
-        return []
-    with open(path, errors="replace") as file:
-        return waits.read_stack(file.read(), rank.__file__)
+    return waits.read_stack(Path(job.file("stack", number)).read_text(errors="replace"), rank.__file__)
 
 
 def _raise_hung(job: Job, run: Run, hung: dict[str, Any]) -> NoReturn:
@@ -140,7 +132,7 @@ def _raise_hung(job: Job, run: Run, hung: dict[str, Any]) -> NoReturn:
     blocked = waiting.keys() | {number for number, stack in stacks.items() if stack and stack[-1].startswith(waits.IN_TORCH)}
     row = waits.first_difference(run.collectives)
     if hung["while_in"] == "join":
-        missing = {number for number in range(run.ranks) if job.started[number] is None}
+        missing = set(range(run.ranks)) - job.started.keys()
         message = f"{_those(missing)} did not join the process group"
     else:
         missing = (waits.waited_for(run.collectives, waiting) - blocked) or (stuck - blocked)
@@ -152,7 +144,7 @@ def _raise_hung(job: Job, run: Run, hung: dict[str, Any]) -> NoReturn:
             message += f": {_those(blocked)} wait{'s' * (len(blocked) == 1)} for {_those(missing)}{left}"
     lines = []
     for number in range(run.ranks):
-        doing = f"waits in {waits.describe(waiting[number])}" if number in waiting else _doing(job, run, number, waiting)
+        doing = f"waits in {waits.describe(waiting[number])}" if number in waiting else _doing(job, number, waiting)
         lines += [f"  rank {number} {doing}", *(f"      {entry}" for entry in stacks.get(number, []))]
     message += ".\n" + "\n".join(lines)
     difference = waits.describe_difference(row) if row else None
@@ -167,8 +159,8 @@ def _those(ranks: Collection[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
-def _last_lines(text: str) -> list[str]:
+def _last_lines(text: str) -> str:
     """The end of a dead rank's output, without what faulthandler says of frames outside the job."""
     lines = [line for line in text.rstrip().splitlines() if not line.startswith("Extension modules:")]
     inside = next((i for i, line in enumerate(lines) if f'"{rank.__file__}"' in line), len(lines))
-    return [line for line in lines[:inside] if line.strip()][-15:]
+    return "\n".join([line for line in lines[:inside] if line.strip()][-15:])

@@ -6,6 +6,7 @@ import html
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from helpers.launching.results import Run, current_cell, visible
@@ -20,15 +21,12 @@ PANEL_INTERVAL = 0.2  # seconds between two pictures
 class Lines:
     """Prints "[rank] line", all of rank 0 as they come, then rank 1, …: the same order on every run."""
 
-    def __init__(self, logs: list[str]) -> None:
+    def __init__(self, logs: Sequence[str]) -> None:
         self._logs = logs
-        self._turn = 0
-        self._offset = 0
-        self._printed = 0
-        self._skipped = 0
-        self._rest = b""
+        self._turn = self._offset = self._count = 0  # whose lines are printed, bytes read and lines seen of it
+        self._rest = b""  # what was read behind the last newline
 
-    def update(self, states: list[str]) -> None:
+    def update(self, states: Sequence[str]) -> None:
         """Print what is new of the rank whose turn it is; it stays its turn until it has finished."""
         while self._turn < len(self._logs):
             over = states[self._turn] not in ("joining", "running")  # asked before reading: what follows is all there is
@@ -41,94 +39,84 @@ class Lines:
             if not over:
                 return
             self._print([self._rest] if self._rest else [])
-            if self._skipped:
-                print(f"[{self._turn}] … {self._skipped:,} more lines: run.output({self._turn})")
-            self._turn, self._offset, self._printed, self._skipped, self._rest = self._turn + 1, 0, 0, 0, b""
+            if self._count > LINES_SHOWN:
+                print(f"[{self._turn}] … {self._count - LINES_SHOWN:,} more lines: run.output({self._turn})")
+            self._turn, self._offset, self._count, self._rest = self._turn + 1, 0, 0, b""
 
     def wait(self, text: str) -> None:
         """Say what the job waits for before it starts."""
         print(text, flush=True)
 
-    def finish(self) -> None:
+    def close(self, run: Run) -> None:
         """Print what is left, of every rank."""
         self.update(["ended"] * len(self._logs))
 
-    def close(self, run: Run) -> None:
-        self.finish()
-
     def _read(self) -> bytes:
-        try:
-            with open(self._logs[self._turn], "rb") as file:
-                file.seek(self._offset)
-                data = file.read(CHUNK)
-        except FileNotFoundError:
-            return b""
+        with open(self._logs[self._turn], "rb") as file:
+            file.seek(self._offset)
+            data = file.read(CHUNK)
         self._offset += len(data)
         return data
 
     def _print(self, lines: list[bytes]) -> None:
-        room = max(0, LINES_SHOWN - self._printed)
-        shown, self._printed, self._skipped = lines[:room], self._printed + len(lines), self._skipped + len(lines[room:])
+        shown = lines[: max(0, LINES_SHOWN - self._count)]
+        self._count += len(lines)
         if shown:
             sys.stdout.write("".join(f"[{self._turn}] {self._short(line)}\n" for line in shown))
             sys.stdout.flush()
 
     def _short(self, line: bytes) -> str:
         text = visible(line.decode(errors="replace"))
-        if len(text) <= LONGEST_LINE:
-            return text
-        return f"{text[:LONGEST_LINE]} … all of this line: run.output({self._turn})"
+        more = f" … all of this line: run.output({self._turn})" if len(text) > LONGEST_LINE else ""
+        return text[:LONGEST_LINE] + more
 
 
 class Panel:
     """A lane per rank: state, elapsed time, last line. Becomes the picture of the `Run`; the lines are printed below it."""
 
-    def __init__(self, logs: list[str], name: str) -> None:
-        from IPython.display import HTML, display
+    def __init__(self, logs: Sequence[str], name: str) -> None:
+        from IPython.display import display
 
-        self._logs, self._name, self._html = logs, name, HTML
+        self._logs, self._name = logs, name
         self._began = self._next = time.monotonic()
-        self._handle: Any = display(HTML(self._picture(["joining"] * len(logs))), display_id=True)
+        self._handle: Any = display(self._lanes(["joining"] * len(logs)), display_id=True)
 
     def wait(self, text: str) -> None:
-        self._handle.update(self._html(f"<div class='helpers-panel'>{html.escape(f'{self._name}: {text}')} (■ stops it)</div>"))
+        self._handle.update(self._picture(text))
 
-    def update(self, states: list[str]) -> None:
+    def update(self, states: Sequence[str]) -> None:
         if time.monotonic() >= self._next:
-            self._handle.update(self._html(self._picture(states)))
+            self._handle.update(self._lanes(states))
             self._next = time.monotonic() + PANEL_INTERVAL
 
     def close(self, run: Run) -> None:
-        self._handle.update(self._html(run._repr_html_()))
+        from IPython.display import HTML
+
+        self._handle.update(HTML(run._repr_html_()))
         run.shown_in = current_cell()
-        Lines(self._logs).finish()
+        Lines(self._logs).close(run)
 
-    def _picture(self, states: list[str]) -> str:
+    def _lanes(self, states: Sequence[str]) -> Any:
         cell = "<td style='text-align:left; font-family:monospace; white-space:pre'>"
-        rows = (
-            f"<tr>{cell}{rank}</td>{cell}{html.escape(state)}</td>{cell}{html.escape(_last_line(log))}</td></tr>"
-            for rank, (state, log) in enumerate(zip(states, self._logs, strict=True))
-        )
-        head = f"{html.escape(self._name)}: {time.monotonic() - self._began:.1f} s (■ stops it)"
-        return f"<div class='helpers-panel'>{head}<table>{''.join(rows)}</table></div>"
+        lanes = zip(range(len(states)), states, map(_last_line, self._logs), strict=True)
+        rows = ("".join(f"{cell}{html.escape(str(text))}</td>" for text in lane) for lane in lanes)
+        table = f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
+        return self._picture(f"{time.monotonic() - self._began:.1f} s", table)
+
+    def _picture(self, text: str, lanes: str = "") -> Any:
+        from IPython.display import HTML
+
+        return HTML(f"<div class='helpers-panel'>{html.escape(f'{self._name}: {text}')} (■ stops it){lanes}</div>")
 
 
-def choose(logs: list[str], name: str) -> Panel | Lines:
+def choose(logs: Sequence[str], name: str) -> Panel | Lines:
     """The panel where a person looks on: a notebook kernel started by a notebook server or an editor; elsewhere lines only."""
-    return Panel(logs, name) if current_cell() and _looked_at() else Lines(logs)
-
-
-def _looked_at() -> bool:
-    if "PYTEST_CURRENT_TEST" in os.environ:
-        return False
-    return any(name in os.environ for name in ("JPY_SESSION_NAME", "VSCODE_PID", "COLAB_RELEASE_TAG"))
+    looked_at = any(name in os.environ for name in ("JPY_SESSION_NAME", "VSCODE_PID", "COLAB_RELEASE_TAG"))
+    return Panel(logs, name) if current_cell() and looked_at and "PYTEST_CURRENT_TEST" not in os.environ else Lines(logs)
 
 
 def _last_line(log: str) -> str:
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, os.path.getsize(log) - TAIL))
-            lines = [line for line in file.read().decode(errors="replace").split("\n") if line.strip()]
-    except OSError:
-        return ""
+    with open(log, "rb") as file:
+        file.seek(max(0, os.path.getsize(log) - TAIL))
+        lines = [line for line in file.read().decode(errors="replace").split("\n") if line.strip()]
     return visible(lines[-1])[:160] if lines else ""

@@ -12,14 +12,14 @@ import random
 import resource
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from helpers import machine
-from helpers.launching import shipping, wire
+from helpers.launching import processes, shipping, wire
+from helpers.measuring import collectives
 from helpers.measuring.sources import is_learner_file
 
 LOST_PEER = (
@@ -32,7 +32,6 @@ LOST_PEER = (
     "remote process exited",
 )
 _INSTRUMENTS = tuple(os.path.join(os.path.dirname(machine.__file__), folder, "") for folder in ("launching", "measuring"))
-_PR_SET_PDEATHSIG = 1
 
 
 def says_peer_is_gone(text: str) -> bool:
@@ -41,118 +40,97 @@ def says_peer_is_gone(text: str) -> bool:
 
 
 def file_of(request: dict[str, Any], kind: str, rank: int) -> str:
-    """Where a rank leaves its `log`, `stack`, `error` or `records`."""
+    """Where a rank leaves its `log`, `stack` or `records`."""
     return os.path.join(request["folder"], f"{kind}{rank}")
 
 
-def die_with(parent: int) -> None:
-    """Be killed when the parent dies (Linux). Raises SystemExit where it is gone already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        raise SystemExit(1)
-
-
-def set_apart(log_path: str, parent: int) -> None:
-    """Die with the parent; own process group; no terminal, no core file; output to the log.
+def set_apart(log_path: str, parent: int, *pipes: int) -> None:
+    """Die with the parent; no terminal, no core file, output to the log, no descriptors but the `pipes`.
 
     Raises SystemExit where the parent is gone already.
     """
-    die_with(parent)
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.dup2(nothing, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(nothing)
-    os.close(log)
+    processes.die_with(parent)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), 1)
+    os.dup2(1, 2)
+    processes.keep_only(*pipes)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def main(request: dict[str, Any], rank: int, events: int, wait_for_release: Callable[[], object]) -> int:
-    """Join the group, run the function, leave value or error in files; 0 if it returned. `events` is a pipe's descriptor."""
+def main(request: dict[str, Any], rank: int, events: int, control: int) -> int:
+    """Join the group, run the function, report to the pipe `events`; 0 if the function returned. `control` releases the rank."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = open(descriptor, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
         setattr(sys, name, stream)
     faulthandler.enable(file=2, all_threads=False)
-    stack = os.open(file_of(request, "stack", rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=os.open(file_of(request, "stack", rank), os.O_WRONLY | os.O_APPEND))
+
+    def tell(event: str, **more: Any) -> None:
+        wire.send(events, {"event": event, "rank": rank, **more})
+
     try:
         fn, args, kwargs = _prepare(request, rank)
-        wire.send(events, {"event": "started", "rank": rank, "time": time.perf_counter()})
+        tell("started", time=time.perf_counter())
         try:
             value = fn(*args, **kwargs)
             _synchronise_gpu()
         finally:
             ended = time.perf_counter()
-        _leave_value(request, rank, value)
+        path = _leave_value(request, rank, value)
         _flush()
-        wire.send(events, {"event": "finished", "rank": rank, "time": ended, "imported": _imported(request)})
-        wait_for_release()  # when every rank has finished: until then this rank's group stays alive
+        tell("finished", time=ended, value=path, imported=_imported(request))
+        os.read(control, 1)  # when every rank has finished: until then this rank's group stays alive
         _leave_group()
         code = 0
     except SystemExit as leaving:
         print(_traceback(leaving), file=sys.stderr)
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException as error:
-        leave_error(request, rank, error)
-        wire.send(events, {"event": "raised", "rank": rank, "imported": _imported(request)})
+        tell("raised", **report(error), imported=_imported(request))
         code = 1
     _flush()
     return code
 
 
-def spawned(folder: str, rank: int, parent: int, events: int, control: int) -> NoReturn:
-    """Entry of a rank started as a new interpreter (where fork is unsafe). `control` closes when the parent dies."""
-    released = threading.Event()
-
-    def watch() -> None:
-        while os.read(control, 1):
-            released.set()
-        os._exit(1)  # there is no parent-death signal outside Linux
-
+def spawned(request_path: str, rank: int, parent: int, ends: tuple[int, int]) -> NoReturn:
+    """Entry of a rank started as a new interpreter, where fork is unsafe."""
     code = 1
     try:
-        with open(os.path.join(folder, "request")) as file:
+        with open(request_path) as file:
             request = json.load(file)
-        set_apart(file_of(request, "log", rank), parent)
-        threading.Thread(target=watch, daemon=True).start()
-        code = main(request, rank, events, released.wait)
+        set_apart(file_of(request, "log", rank), parent, *ends)
+        code = main(request, rank, *ends)
     finally:
         os._exit(code)
 
 
 def _prepare(request: dict[str, Any], rank: int) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Environment, device, seeds, threads and process group; then the function itself."""
-    ranks = request["ranks"]
+    ranks, threads, cuda = request["ranks"], request["threads"], request["device"] == "cuda"
+    loopback = "lo" if sys.platform == "linux" else "lo0"
     os.chdir(request["directory"])
     sys.path[:] = request["path"]
     os.environ.clear()
-    os.environ.update(request["environment"])
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    threads = request["threads"]
-    cuda = request["device"] == "cuda"
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",  # the ranks meet through a file: there is no port
-        HELPERS_DEVICE=f"cuda:{rank}" if cuda else "cpu",
-        GLOO_SOCKET_IFNAME=loopback,
-        NCCL_SOCKET_IFNAME=loopback,
-        MPLBACKEND="Agg",
+        {"OMP_NUM_THREADS": str(threads)}  # for processes that the job starts itself
+        | request["environment"]
+        | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",  # the ranks meet through a file: there is no port
+            "HELPERS_DEVICE": f"cuda:{rank}" if cuda else "cpu",
+            "GLOO_SOCKET_IFNAME": loopback,
+            "NCCL_SOCKET_IFNAME": loopback,
+            "MPLBACKEND": "Agg",
+        }
+        | request.get("elastic", {})  # on several hosts: what the host's elastic agent gave this rank
+        | ({} if cuda else {"CUDA_VISIBLE_DEVICES": ""})
     )
-    elastic = request.get("elastic", {})  # on several hosts: the variables that the host's elastic agent gave this rank
-    os.environ.update(elastic)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # for processes that the job starts itself
-    if not cuda:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
     import torch
     import torch.distributed as dist
@@ -161,22 +139,19 @@ def _prepare(request: dict[str, Any], rank: int) -> tuple[Callable[..., Any], tu
     if cuda:
         torch.cuda.set_device(rank)
     limit = datetime.timedelta(seconds=request["group_timeout"])
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if elastic:
-        dist.init_process_group(backend, timeout=limit)  # they meet at the agents' store
-    else:
+    meeting: dict[str, Any] = {}  # on several hosts at the agents' store, which torch finds by itself
+    if "elastic" not in request:
         store = dist.FileStore(os.path.join(request["memory"], "store"), ranks)
         store.set_timeout(limit)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+        meeting = {"store": store, "rank": rank, "world_size": ranks}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit, **meeting)
     random.seed(0)
     torch.manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     if request["record"]:
-        from helpers.measuring import collectives
-
         collectives.start(file_of(request, "records", rank))
-    with open(shipping.find((request["memory"], request["folder"]), "call"), "rb") as file:
+    with open(request["call"], "rb") as file:
         return shipping.loads(file.read())
 
 
@@ -191,47 +166,41 @@ def _imported(request: dict[str, Any]) -> list[str]:
     return [name for name in request["ask_for"] if name in sys.modules]
 
 
-def _leave_value(request: dict[str, Any], rank: int, value: Any) -> None:
-    def dump(file: Any) -> None:
+def _leave_value(request: dict[str, Any], rank: int, value: Any) -> str:
+    """The file in which the value lies."""
+
+    def dump(file: BinaryIO) -> None:
         try:
             shipping.dump_value(value, file)
         except Exception as error:
             if isinstance(error, OSError) and error.errno in shipping.FULL:
                 raise
-            whole = f"the {type(value).__name__} that rank {rank} returned"
-            where, part = next(shipping.inside(whole, value), (whole, value))
-            kind = "" if part is value else f" (a {type(part).__name__})"
+            returned = f"the {type(value).__name__} that rank {rank} returned"
             raise TypeError(
-                f"{where}{kind} cannot be shipped to the notebook: {error}. Return plain values, tensors or arrays, "
-                f"and leave models, groups, files and generators in the rank."
+                f"{shipping.culprit(returned, value) or returned} cannot be shipped to the notebook: {error}. Return plain "
+                f"values, tensors or arrays, and leave models, groups, files and generators in the rank."
             ) from None
 
-    shipping.write_where_room((request["memory"], request["folder"]), f"value{rank}", dump)
+    return shipping.write_where_room((request["memory"], request["folder"]), f"value{rank}", dump)
 
 
 def _leave_group() -> None:
-    from helpers.measuring import collectives
-
     collectives.stop()
     dist = sys.modules["torch.distributed"]
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def leave_error(request: dict[str, Any], rank: int, error: BaseException) -> None:
-    """What the kernel is to know of the exception, atomically."""
+def report(error: BaseException) -> dict[str, Any]:
+    """What the kernel is to know of the exception."""
     kind = type(error)
-    report = {
+    return {
         "type": kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}",
         "summary": "".join(traceback.format_exception_only(error)).rstrip(),
         "traceback": _traceback(error),
         "time": time.perf_counter(),
         "lost_peer": _lost_peer(error),
     }
-    path = file_of(request, "error", rank)
-    with open(path + ".part", "w") as file:
-        json.dump(report, file)
-    os.rename(path + ".part", path)
 
 
 def _traceback(error: BaseException) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
+import mmap
 import os
 import reprlib
 import sys
-import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +20,23 @@ _SHORT.maxother = _SHORT.maxstring = 80
 
 
 class Log:
-    """One rank's output: kept in memory when small, else in a file that goes with this object."""
+    """One rank's output: kept in memory when small, else on disk, in a file without a name that goes with this object."""
 
     SMALL = 1 << 20  # bytes
 
-    def __init__(self, path: str = "") -> None:
-        self.path: str | None = None  # of the file, where that is kept
-        self._text = ""
-        if path and os.path.exists(path) and os.path.getsize(path) > self.SMALL:
-            self.path = path
-            weakref.finalize(self, _discard, path)
-        elif path and os.path.exists(path):
-            self._text = _read(path)
+    def __init__(self, path: str) -> None:
+        with open(path, "rb") as file:
+            large = os.path.getsize(path) > self.SMALL
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if large else file.read()
 
     def text(self) -> str:
         """All of it; what a carriage return wrote over is gone, as on a terminal."""
-        text = _read(self.path) if self.path else self._text
+        text = self._data[:].decode(errors="replace")
         return "\n".join(visible(line) for line in text.split("\n")) if "\r" in text else text
 
-
-def _read(path: str) -> str:
-    with open(path, encoding="utf-8", errors="replace", newline="") as file:  # carriage returns as they are
-        return file.read()
-
-
-def _discard(path: str) -> None:
-    """Remove a log, and with the last one of a job its folder."""
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-        os.rmdir(os.path.dirname(path))
+    def last(self, size: int) -> str:
+        """Its last `size` bytes."""
+        return self._data[-size:].decode(errors="replace")
 
 
 def current_cell() -> str | None:
@@ -110,13 +99,9 @@ class Run:
             line += "; timings oversubscribed"
         return line
 
-    def _rows(self) -> list[tuple[str, str, str]]:
-        rows = []
-        for rank in range(self.ranks):
-            seconds = self.seconds[rank] if rank < len(self.seconds) else None
-            result = _short(self.results[rank]) if rank < len(self.results) else ""
-            rows.append((str(rank), "did not finish" if seconds is None else f"{seconds:.3f} s", result))
-        return rows
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
+        for rank, (seconds, result) in enumerate(zip_longest(self.seconds, self.results)):
+            yield str(rank), "did not finish" if seconds is None else f"{seconds:.3f} s", " ".join(_SHORT.repr(result).split())
 
     def __repr__(self) -> str:
         rows = [("rank", "time", "result"), *self._rows()]
@@ -134,7 +119,3 @@ class Run:
         head = "".join(f"<th style='text-align:left'>{title}</th>" for title in ("rank", "time", "result"))
         body = "".join(f"<tr>{''.join(f'{cell}{html.escape(value)}</td>' for value in row)}</tr>" for row in self._rows())
         return f"<div>{html.escape(self._summary())}<table><tr>{head}</tr>{body}</table></div>"
-
-
-def _short(value: Any) -> str:
-    return " ".join(_SHORT.repr(value).split())

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import cloudpickle
 from cloudpickle import cloudpickle as _internals
 
+LEVELS = 3  # of containers in which a culprit is looked for
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _shipped: dict[type, str] = {}  # in a rank: the notebook's classes that came with the call, by cloudpickle's name for them
 
@@ -65,11 +66,9 @@ def dumps(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     try:
         pickler.dump((fn, args, kwargs))
     except Exception as error:
-        where, value = next(_culprits(fn, args, kwargs), (f"something that {name_of(fn)} refers to", None))
-        kind = f" (a {type(value).__name__})" if value is not None else ""
         raise TypeError(
-            f"{where}{kind} cannot be shipped to the ranks: {error}. Ranks are other processes: give them plain values, arrays "
-            f"or paths, and open files, locks, generators and connections inside the function."
+            f"{_culprit(fn, args, kwargs)} cannot be shipped to the ranks: {error}. Ranks are other processes: give them plain "
+            f"values, arrays or paths, and open files, locks, generators and connections inside the function."
         ) from None
     _remember(pickler.sources)
     return pickle.dumps((pickler.sources, buffer.getvalue()))
@@ -92,24 +91,18 @@ def dump_value(value: Any, file: BinaryIO) -> None:
     _Pickler(file).dump(value)
 
 
-def write_where_room(folders: Sequence[str], name: str, write: Callable[[BinaryIO], object]) -> None:
-    """`write` into the file `name` in the first folder whose file system has room. Raises OSError where none has."""
-    for folder in folders:
-        path = os.path.join(folder, name)
+def write_where_room(folders: Sequence[str], name: str, write: Callable[[BinaryIO], object]) -> str:
+    """`write` the file `name` in the first folder whose file system has room; its path. Raises OSError where none has."""
+    for path in [os.path.join(folder, name) for folder in folders]:
         try:
             with open(path, "wb") as file:
                 write(file)
-            return
+            return path
         except OSError as error:
             os.unlink(path)
             if error.errno not in FULL:
                 raise
     raise OSError(errno.ENOSPC, f"no room for what is shipped between notebook and ranks in {' or '.join(folders)}")
-
-
-def find(folders: Sequence[str], name: str) -> str:
-    """The path of what `write_where_room` wrote."""
-    return next(path for folder in folders if os.path.exists(path := os.path.join(folder, name)))
 
 
 def name_of(fn: Any) -> str:
@@ -125,55 +118,56 @@ def _remember(sources: dict[str, list[str]]) -> None:
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
-def _ships(value: Any) -> bool:
+def _culprit(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What of a call does not pickle, arguments first."""
+    try:
+        given = inspect.signature(fn).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        given = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+    for name, value in given.items():
+        if found := culprit(f"the argument {name!r}", value):
+            return found
+    return culprit(name_of(fn), fn) or f"something that {name_of(fn)} refers to"
+
+
+def culprit(where: str, value: Any) -> str:
+    """Name and kind of the innermost part of `value`, which lies `where`, that does not pickle; empty where all does."""
+    found = _innermost(where, value, LEVELS, set())
+    return f"{found[0]} (a {type(found[1]).__name__})" if found else ""
+
+
+def _innermost(where: str, value: Any, depth: int, seen: set[int]) -> tuple[str, Any] | None:
     try:
         _Pickler(io.BytesIO()).dump(value)
+        return None
     except Exception:
-        return False
-    return True
+        if isinstance(value, types.FunctionType):
+            seen.add(id(value))  # it may refer to itself
+            depth = LEVELS + 1
+    parts = ((name, part) for name, part in _parts(where, value) if id(part) not in seen) if depth else ()
+    deeper = (_innermost(name, part, depth - 1, seen) for name, part in parts)
+    return next(filter(None, deeper), (where, value))
 
 
-def _culprits(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(where, value) of the innermost things that do not pickle, arguments first."""
-    try:
-        names = list(inspect.signature(fn).bind(*args, **kwargs).arguments.items())
-    except (TypeError, ValueError):
-        names = [*((f"{i}", value) for i, value in enumerate(args)), *kwargs.items()]
-    for name, value in names:
-        yield from inside(f"the argument {name!r}", value)
-    while isinstance(fn, functools.partial):
-        yield from inside(f"an argument of the partial {name_of(fn)}", (*fn.args, *fn.keywords.values()))
-        fn = fn.func
-    yield from _inside_function(getattr(fn, "__func__", fn), set())
-    if not isinstance(fn, types.FunctionType):
-        yield from inside(name_of(fn), getattr(fn, "__self__", fn))
-
-
-def _inside_function(fn: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if not isinstance(fn, types.FunctionType) or id(fn) in seen:
-        return
-    seen.add(id(fn))
-    enclosed = inspect.getclosurevars(fn).nonlocals
-    used = {name: fn.__globals__[name] for name in _internals._extract_code_globals(fn.__code__) if name in fn.__globals__}
-    for kind, found in (("the variable", enclosed), ("the global variable", used)):
-        for name, value in found.items():
-            if isinstance(value, types.FunctionType):
-                yield from _inside_function(value, seen)
-            else:
-                yield from inside(f"{kind} {name!r} that {fn.__name__} uses", value)
-
-
-def inside(where: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
-    """(where, value) of the innermost parts of `value` that do not pickle."""
-    if _ships(value):
-        return
-    children: list[tuple[str, Any]] = []
-    if depth and isinstance(value, dict):
-        children = [(f"{where}, key {key!r}", child) for key, child in value.items()]
-    elif depth and isinstance(value, (list, tuple, set)):
-        children = [(f"{where}, item {index}", child) for index, child in enumerate(value)]
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType, types.FunctionType)):
-        children = [(f"{where}, attribute {name!r}", child) for name, child in vars(value).items()]
-    for name, child in children:
-        yield from inside(name, child, depth - 1)
-    yield where, value
+def _parts(where: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What `value` consists of or refers to, and where that lies."""
+    if isinstance(value, types.FunctionType):
+        used = {
+            name: value.__globals__[name]
+            for name in _internals._extract_code_globals(value.__code__)
+            if name in value.__globals__
+        }
+        enclosed = inspect.getclosurevars(value).nonlocals
+        for kind, variables in (("variable", enclosed), ("global variable", used)):
+            yield from ((f"the {kind} {name!r} that {value.__name__} uses", part) for name, part in variables.items())
+    elif isinstance(value, functools.partial):
+        yield f"an argument of the partial {name_of(value)}", (*value.args, *value.keywords.values())
+        yield name_of(value), value.func
+    elif isinstance(value, types.MethodType):
+        yield from ((where, value.__func__), (where, value.__self__))
+    elif isinstance(value, dict):
+        yield from ((f"{where}, key {key!r}", part) for key, part in value.items())
+    elif isinstance(value, (list, tuple, set)):
+        yield from ((f"{where}, item {index}", part) for index, part in enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
+        yield from ((f"{where}, attribute {name!r}", part) for name, part in vars(value).items())

@@ -16,7 +16,6 @@ import fcntl
 import json
 import os
 import pwd
-import select
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from helpers import machine
 FOLDER_VARIABLE, CPU_VARIABLE = "WORKSHOP_SLOTS_FOLDER", "WORKSHOP_CPU_SLOTS"
 COMMON = Path("/tmp/parallelism-measured-slots")  # not in TMPDIR, of which each user may have another
 POLL = 0.05  # seconds until the first in the queue looks again; the n-th waits n times as long
-LONGEST_POLL = 1.0
+LONGEST_POLL = 0.5
 LONGEST_TICKET = 1 << 16  # bytes of one that are read
 LONGEST_SHOWN = 200  # characters
 
@@ -62,15 +61,11 @@ def cpu_slots() -> int | None:
 
     Raises ValueError for a setting that is no whole number of at least 1.
     """
-    said, where = os.environ.get(CPU_VARIABLE, ""), CPU_VARIABLE
-    file = folder() / "cpu_slots"
-    if not said:
-        try:
-            about = file.lstat()
-            if about.st_uid in (0, file.parent.stat().st_uid) and stat.S_ISREG(about.st_mode):
-                said, where = file.read_text(encoding="utf-8").strip(), str(file)
-        except OSError:
-            return None
+    said, where, file = os.environ.get(CPU_VARIABLE, ""), CPU_VARIABLE, folder() / "cpu_slots"
+    with contextlib.suppress(OSError):
+        about = file.lstat()
+        if not said and about.st_uid in (0, file.parent.stat().st_uid) and stat.S_ISREG(about.st_mode):
+            said, where = file.read_text(encoding="utf-8").strip(), str(file)
     if said and not (said.isascii() and said.isdigit() and int(said)):
         raise ValueError(f"{where} is {said!r}; it must be a whole number of at least 1, or not set where nobody shall wait")
     return int(said) if said else None
@@ -86,7 +81,7 @@ def choices(device: str) -> list[str]:
 def tickets() -> list[Ticket]:
     """Who holds and who waits, in the order of asking; empty where slots were never used."""
     try:
-        with _opened() as place, _locked(place):
+        with _queue() as place:
             return _living(place)
     except OSError:
         return []
@@ -102,40 +97,53 @@ class Held:
 
 
 @contextlib.contextmanager
-def held(wanted: Sequence[str], count: int, job: str, show: Callable[[str], object], wake: int) -> Iterator[Held]:
+def held(
+    wanted: Sequence[str], count: int, job: str, show: Callable[[str], object], stopped: Callable[[], bool]
+) -> Iterator[Held]:
     """Hold `count` of the slots `wanted`, all at once, or all of them where there are fewer; wait for them first, in a queue.
 
     Arguments:
         show: called with who holds what, and the place in the queue, whenever that changed.
-        wake: a descriptor that becomes readable when waiting shall end.
+        stopped: asked whether waiting shall end.
 
-    Raises KeyboardInterrupt after `wake`, PermissionError where the folder cannot be used. Either leaves nothing behind.
+    Raises KeyboardInterrupt when it shall, PermissionError where the folder cannot be used. Either leaves nothing behind.
     """
     if not wanted:
         yield Held()
         return
     need, began, shown = min(count, len(wanted)), time.monotonic(), ""
-    with _opened(make=True) as place:
-        content = {"pid": os.getpid(), "job": job, "choices": list(wanted), "held": []}
-        mine, name = _draw(place, content)
-        try:
-            while True:
-                slots, rivals = _turn(place, mine, name, content, need)
-                if slots:
+    content = {"pid": os.getpid(), "job": job, "choices": list(wanted), "held": []}
+    with _queue(make=True) as place:
+        number = max(map(int, _names(place)), default=0) + 1
+        name = f"{number:08d}"
+        mine = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, dir_fd=place)
+        os.fchmod(mine, 0o644)  # others read who holds what
+        fcntl.flock(mine, fcntl.LOCK_SH)
+        _write(mine, content)
+    try:
+        while True:
+            with _queue() as place:
+                others = [each for each in _living(place) if each.number != number and not set(wanted).isdisjoint(each.choices)]
+                rivals = [each for each in others if each.held or each.number < number]
+                taken = {slot for each in rivals for slot in each.held}
+                free = [slot for slot in wanted if slot not in taken][:need]
+                if len(free) == need and all(each.held for each in rivals):
+                    _write(mine, {**content, "held": free})
                     break
-                queue = 1 + sum(not ticket.held for ticket in rivals)
-                holding = "; ".join(str(ticket) for ticket in rivals if ticket.held) or "nobody"
-                text = f"waiting for {need} of {len(wanted)} slots, place {queue} in the queue; held by {holding}"
-                if text != shown:
-                    show(shown := text)
-                if select.select([wake], [], [], min(queue * POLL, LONGEST_POLL))[0]:
-                    show("stopped while waiting for slots")
-                    raise KeyboardInterrupt
-            yield Held(slots, str(folder().absolute() / name), time.monotonic() - began)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=place)
-            os.close(mine)
+            queue = 1 + sum(not each.held for each in rivals)
+            holding = "; ".join(str(each) for each in rivals if each.held) or "nobody"
+            text = f"waiting for {need} of {len(wanted)} slots, place {queue} in the queue; held by {holding}"
+            if text != shown:
+                show(shown := text)
+            time.sleep(min(queue * POLL, LONGEST_POLL))
+            if stopped():
+                show("stopped while waiting for slots")
+                raise KeyboardInterrupt
+        yield Held(free, str(folder().absolute() / name), time.monotonic() - began)
+    finally:
+        with contextlib.suppress(OSError), _queue() as place:
+            os.unlink(name, dir_fd=place)
+        os.close(mine)
 
 
 def hold_too(path: str) -> int | None:
@@ -148,74 +156,34 @@ def hold_too(path: str) -> int | None:
 
 
 @contextlib.contextmanager
-def _opened(make: bool = False) -> Iterator[int]:
-    """A descriptor of the folder, which is made for all users where that is asked for."""
-    where, made = folder(), False
+def _queue(make: bool = False) -> Iterator[int]:
+    """A descriptor of the folder, which nobody else changes meanwhile; `make` it for all users if it is not there.
+
+    Raises PermissionError where it cannot be used, also in the block.
+    """
+    where, place = folder(), -1
     try:
-        if make:
-            with contextlib.suppress(FileExistsError):
-                where.mkdir()
-                made = True
+        made = make and not where.is_dir()
+        if made:
+            where.mkdir(exist_ok=True)
         place = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise _unusable(where, error) from None
-    if made:
-        os.fchmod(place, 0o1777)  # everybody adds files, each removes their own
-    try:
+        if made and os.fstat(place).st_uid == os.getuid():  # else somebody was faster
+            os.fchmod(place, 0o1777)  # everybody adds files, each removes their own
+        fcntl.flock(place, fcntl.LOCK_EX)  # for a fraction of a millisecond
         yield place
+    except OSError as error:
+        raise PermissionError(
+            f"slots are kept in {where}, and it cannot be used ({error.strerror}). It must be a folder, no link, in which all "
+            f"users may write: mkdir -m 1777 {where}, or name another in {FOLDER_VARIABLE}"
+        ) from None
     finally:
-        os.close(place)
-
-
-def _unusable(where: Path, error: OSError) -> PermissionError:
-    return PermissionError(
-        f"slots are kept in {where}, and it cannot be used ({error.strerror}). It must be a folder, no link, in which all "
-        f"users may write: mkdir -m 1777 {where}, or name another in {FOLDER_VARIABLE}"
-    )
-
-
-@contextlib.contextmanager
-def _locked(place: int) -> Iterator[None]:
-    fcntl.flock(place, fcntl.LOCK_EX)  # for a fraction of a millisecond
-    try:
-        yield
-    finally:
-        fcntl.flock(place, fcntl.LOCK_UN)
-
-
-def _draw(place: int, content: dict[str, Any]) -> tuple[int, str]:
-    """A new ticket at the end of the queue: its descriptor, which holds it, and its name."""
-    with _locked(place):
-        name = f"{max((int(name) for name in _names(place)), default=0) + 1:08d}"
-        try:
-            mine = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=place)
-        except OSError as error:
-            raise _unusable(folder(), error) from None
-        os.fchmod(mine, 0o644)  # others read who holds what
-        fcntl.flock(mine, fcntl.LOCK_SH)
-        _write(mine, content)
-    return mine, name
-
-
-def _turn(place: int, mine: int, name: str, content: dict[str, Any], need: int) -> tuple[list[str], list[Ticket]]:
-    """The slots of ticket `name`, none where it has to wait; and those who hold, or wait longer for, what it wants."""
-    with _locked(place):
-        others = [
-            ticket for ticket in _living(place) if ticket.number != int(name) and set(ticket.choices) & set(content["choices"])
-        ]
-        rivals = [ticket for ticket in others if ticket.held or ticket.number < int(name)]
-        taken = {slot for ticket in rivals for slot in ticket.held}
-        free = [slot for slot in content["choices"] if slot not in taken][:need]
-        if len(free) < need or not all(ticket.held for ticket in rivals):
-            return [], rivals
-        _write(mine, {**content, "held": free})
-        return free, rivals
+        if place >= 0:
+            os.close(place)
 
 
 def _write(ticket: int, content: dict[str, Any]) -> None:
-    data = json.dumps(content).encode()
     os.ftruncate(ticket, 0)
-    os.pwrite(ticket, data, 0)
+    os.pwrite(ticket, json.dumps(content).encode(), 0)
 
 
 def _names(place: int) -> list[str]:
@@ -223,28 +191,23 @@ def _names(place: int) -> list[str]:
 
 
 def _living(place: int) -> list[Ticket]:
-    """The tickets whose owners live; what the dead left is removed, where it may be."""
-    return [ticket for name in _names(place) if (ticket := _look(place, name)) is not None]
+    """The tickets whose owners live, in order; what the dead left is removed, where it may be."""
 
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
 
-def _look(place: int, name: str) -> Ticket | None:
-    try:
-        found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with contextlib.suppress(OSError):  # another user's: it stays, and counts for nothing
-            os.unlink(name, dir_fd=place)
-    except BlockingIOError:
-        with contextlib.suppress(Exception):  # whatever another user wrote there instead of a ticket
-            content, about = json.loads(os.pread(found, LONGEST_TICKET, 0)), os.fstat(found)
-            choices, held = (tuple(map(str, content[part])) for part in ("choices", "held"))
-            pid, job = int(content["pid"]), str(content["job"])
-            return Ticket(int(name), _user(about.st_uid), pid, job, choices, held, about.st_mtime)
-    finally:
-        os.close(found)
-    return None
+    living = []
+    for name in _names(place):
+        with contextlib.suppress(Exception), open(name, "rb", opener=opener) as file:  # whatever others put there instead
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name, dir_fd=place)  # not another user's: it stays, and counts for nothing
+            except BlockingIOError:
+                content, about = json.loads(file.read(LONGEST_TICKET)), os.fstat(file.fileno())
+                choices, held = (tuple(map(str, content[part])) for part in ("choices", "held"))
+                pid, job = int(content["pid"]), str(content["job"])
+                living.append(Ticket(int(name), _user(about.st_uid), pid, job, choices, held, about.st_mtime))
+    return living
 
 
 def _user(number: int) -> str:

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any
 
 from helpers import machine
@@ -19,7 +19,7 @@ from helpers.launching.results import Run
 
 MOST_RANKS = 256
 GLOO_SLACK = 300.0  # seconds by which gloo's own timeout lies behind ours: ours says which rank and which line
-NO_LIMIT = 30 * 24 * 3600.0
+NO_LIMIT = 20 * 24 * 3600.0  # seconds; more milliseconds than that the system cannot wait for
 
 
 def launch(
@@ -66,44 +66,37 @@ def launch(
     choices = slots.choices(placement.device)
     placement = dataclasses.replace(placement, oversubscribed=placement.oversubscribed or 0 < len(choices) < ranks)
     seconds = NO_LIMIT if timeout is None else min(float(timeout), NO_LIMIT)
-    with workplace().lock, Interrupts() as interrupts:
-        environment = {**os.environ, **(env or {})}
-        environment.pop("PYTEST_CURRENT_TEST", None)  # libraries that see it take the rank for a test
-        number, folder, memory = workplace().new_job()
-        kept: Set[str] = frozenset()
-        try:
-            request = {
-                "do": "run",
-                "run": number,
-                "folder": folder,
-                "memory": memory,
-                "ranks": ranks,
-                "threads": max(1, machine.cores() // max(ranks, len(choices) if placement.device == "cpu" else 0)),
-                "hosts": hosts,
-                "timeout": seconds,
-                "group_timeout": seconds + GLOO_SLACK,
-                "device": placement.device,
-                "record": record,
-                "environment": environment,
-                "directory": os.getcwd(),
-                "path": import_path(),
-            }
-            shipping.write_where_room((memory, folder), "call", lambda file: file.write(call))
-            job = Job(request, shipping.name_of(fn), placement, asked)
-            with slots.held(choices, ranks, job.name, job.display.wait, interrupts.wake) as held:
-                if placement.device == "cuda" and held.slots != choices:
-                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(held.slots)  # rank n has the n-th of them
-                job.asked += held.waited
-                request["ticket"] = held.path
-                job.follow(workplace().engine(environment), interrupts)
-            run = job.run()
-            kept = {log.path for log in run.logs if log.path}
-            job.display.close(run)
-            if not interrupts.asked:
-                judge(job, run)
-        finally:
-            for place in {folder, memory}:
-                _clear(place, kept)
+    environment = {**os.environ, **(env or {})}
+    environment.pop("PYTEST_CURRENT_TEST", None)  # libraries that see it take the rank for a test
+    with workplace().lock, Interrupts() as interrupts, workplace().new_job() as (number, folder, memory):
+        request = {
+            "do": "run",
+            "run": number,
+            "folder": folder,
+            "memory": memory,
+            "call": shipping.write_where_room((memory, folder), "call", lambda file: file.write(call)),
+            "ranks": ranks,
+            "threads": max(1, machine.cores() // max(ranks, len(choices) if placement.device == "cpu" else 0)),
+            "hosts": hosts,
+            "timeout": seconds,
+            "group_timeout": seconds + GLOO_SLACK,
+            "device": placement.device,
+            "record": record,
+            "environment": environment,
+            "directory": os.getcwd(),
+            "path": import_path(),
+        }
+        job = Job(request, shipping.name_of(fn), placement, asked)
+        with slots.held(choices, ranks, job.name, job.display.wait, lambda: interrupts.asked) as held:
+            if placement.device == "cuda" and held.slots != choices:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(held.slots)  # rank n has the n-th of them
+            job.asked += held.waited
+            request["ticket"] = held.path
+            job.follow(workplace().engine(environment), interrupts)
+        run = job.run()
+        job.display.close(run)
+        if not interrupts.asked:
+            judge(job, run)
     return run
 
 
@@ -112,10 +105,8 @@ def _validate(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: A
         raise RuntimeError("launch was called inside a rank: a job cannot start another; call it in a cell")
     if not callable(fn):
         raise TypeError(f"launch needs a function as its first argument, not {type(fn).__name__}: launch(job), not launch(job())")
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0):
-        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above 0, or None for no limit")
-    if timeout is not None and math.isinf(timeout):
-        raise ValueError("timeout is infinite; timeout=None means no limit")
+    if timeout is not None and (not isinstance(timeout, (int, float)) or timeout is True or not 0 < timeout < math.inf):
+        raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds above 0; timeout=None means no limit")
     if env is not None and not (isinstance(env, dict) and all(isinstance(text, str) for item in env.items() for text in item)):
         raise TypeError(f'env is {env!r}; it must be a dictionary of texts, such as {{"OMP_NUM_THREADS": "1"}}')
     try:
@@ -147,12 +138,3 @@ def _hosts(nodes: Any, ranks: int, backend: str) -> list[dict[str, Any]]:
             'backend="nccl" does not go with nodes: the two hosts are parts of one machine, their ranks run on its CPU'
         )
     return [{"namespaces": host.namespaces, "address": host.address, "interface": host.interface} for host in hosts]
-
-
-def _clear(folder: str, kept: Set[str]) -> None:
-    """Remove a job's folder; the large logs, which `Run.output` reads when asked, stay in it."""
-    for entry in os.scandir(folder):
-        if entry.path not in kept:
-            os.unlink(entry.path)
-    if not kept or not os.listdir(folder):
-        os.rmdir(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,20 +24,22 @@ class _Meetings:
     """Which operations of the ranks belong together: the n-th of each member of a group, the n-th send and its receive."""
 
     def __init__(self, collectives: Iterable[Collective]) -> None:
-        self.issued: dict[tuple[int, tuple[Any, ...]], list[Collective]] = defaultdict(list)
         self.by_rank: dict[int, list[Collective]] = defaultdict(list)
+        self.rows: dict[tuple[Any, ...], dict[int, Collective]] = defaultdict(dict)  # by channel and place in its sequence
         self._place: dict[tuple[int, int], int] = {}
+        issued: Counter[tuple[Any, ...]] = Counter()
         for collective in sorted(collectives, key=lambda c: c.sequence):
-            same = self.issued[collective.rank, _channel(collective)]
-            self._place[collective.rank, collective.sequence] = len(same)
-            same.append(collective)
-            self.by_rank[collective.rank].append(collective)
+            channel, rank = _channel(collective), collective.rank
+            place = self._place[rank, collective.sequence] = issued[rank, channel]
+            issued[rank, channel] += 1
+            self.by_rank[rank].append(collective)
+            self.rows[channel, place][rank] = collective
 
     def row(self, collective: Collective) -> Row:
         """What every member issued where this rank issued `collective`."""
-        place, channel = self._place[collective.rank, collective.sequence], _channel(collective)
-        sequences = {rank: self.issued.get((rank, channel), []) for rank in channel[1:]}
-        return {rank: sequence[place] if place < len(sequence) else None for rank, sequence in sequences.items()}
+        channel = _channel(collective)
+        found = self.rows[channel, self._place[collective.rank, collective.sequence]]
+        return {rank: found.get(rank) for rank in channel[1:]}
 
     def missing(self, collective: Collective) -> set[int]:
         """The ranks that have not come to it."""

@@ -9,96 +9,105 @@ import os
 import selectors
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
-
+from helpers.launching import processes, slots, wire
 from helpers.launching import rank as rank_side
-from helpers.launching import slots, wire
 
 GRACE = 0.3  # seconds that the other ranks have to report after the first one failed
 JOIN_LIMIT = 120.0  # seconds until every rank has started the function
 LEAVE_LIMIT = 5.0  # seconds to leave the group once all have finished
 STACK_LIMIT = {"grace": 0.4, "run": 3.0, "join": 3.0}  # seconds to write a stack: a failure is reported within a second
+KILL_LIMIT = 60.0  # seconds until what was killed is killed again
+
+
+class Kernel:
+    """The kernel as the warm process sees it; with it this process ends, and every rank."""
+
+    def __init__(self, pipe: int, folders: Iterable[str]) -> None:
+        self._pipe, self._folders, self._input = pipe, folders, wire.Reader(0)
+
+    def fileno(self) -> int:
+        """What becomes readable when the kernel asks for something."""
+        return self._input.descriptor
+
+    def requests(self) -> Iterator[dict[str, Any]]:
+        """What it asks for: "run" a job, "cancel" that."""
+        for request in self._input.read():
+            if request["do"] == "quit":
+                self._leave()
+            yield request
+        if self._input.closed:
+            self.has_gone()
+
+    def tell(self, event: str, **more: Any) -> None:
+        """Report something of the job."""
+        try:
+            wire.send(self._pipe, {"event": event, **more})
+        except BrokenPipeError:
+            self.has_gone()
+
+    def has_gone(self) -> NoReturn:
+        """End all; remove what a dead kernel kept on disk and in memory: nobody else is left to do it."""
+        self._leave(self._folders)
+
+    def _leave(self, folders: Iterable[str] = ()) -> NoReturn:
+        processes.end_descendants()
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
 
 
 @dataclass
-class _Rank:
+class Rank:
+    """A rank, and the pipes to it: `ends` are its own, to write `events` to and to wait at for a byte from `control`."""
+
     number: int
-    pid: int  # 0 until it is known, where an elastic agent starts the rank
-    control: int  # write end: a byte releases the rank
-    events: wire.Reader
+    pid: int = 0  # until it is known, where an elastic agent starts the rank
     started: bool = False
     finished: bool = False
     exit: int | None = None  # exit code, or minus the signal
 
-
-def leave(folders: Iterable[str]) -> NoReturn:
-    """End every rank and this process; remove what a dead kernel kept on disk and in memory: nobody else is left to do it."""
-    end_descendants()
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
-
-
-def end_descendants() -> None:
-    """Kill every process below this one. On Linux orphans of ranks are its children, whatever session they moved to."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            if not os.waitpid(-1, os.WNOHANG)[0]:  # there are children, and all of them live
-                for child in psutil.Process().children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        child.kill()
-                os.waitpid(-1, 0)
+    def __post_init__(self) -> None:
+        (events, events_end), (control_end, self.control) = os.pipe(), os.pipe()
+        self.events, self.ends = wire.Reader(events), (events_end, control_end)
 
 
 class Job:
     """One job: its ranks, what they report, and the one moment (`limit`) at which something happens to all of them."""
 
-    def __init__(
-        self,
-        request: dict[str, Any],
-        kernel: int,
-        requests: wire.Reader,
-        inbox: deque[dict[str, Any]],
-        woken: int,
-        method: str,
-        folders: list[str],
-    ) -> None:
-        self.request = request
-        self.kernel = kernel
-        self.requests = requests
-        self.inbox = inbox
-        self.woken = woken
-        self.folders = folders
+    def __init__(self, request: dict[str, Any], kernel: Kernel, woken: int, method: str) -> None:
+        self.request, self.kernel, self.woken = request, kernel, woken
         self.imported: set[str] = set()
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(0, selectors.EVENT_READ)
-        self.selector.register(woken, selectors.EVENT_READ)
         gc.collect()
         gc.freeze()
         self.ticket = slots.hold_too(request["ticket"])  # as long as a rank may live, also when the kernel has gone
-        self.ranks = self._start(method)
-        self.reason, self.limit = "join", time.monotonic() + JOIN_LIMIT
+        self.ranks = [Rank(number) for number in range(request["ranks"])]
+        self._start(method)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(kernel, selectors.EVENT_READ)
+        self.selector.register(woken, selectors.EVENT_READ)
+        for rank in self.ranks:
+            self.selector.register(rank.events.descriptor, selectors.EVENT_READ, rank)
+            for end in rank.ends:
+                os.close(end)
+        self._expect("join", JOIN_LIMIT)
 
-    def tell(self, event: str, **more: Any) -> None:
-        try:
-            wire.send(self.kernel, {"run": self.request["run"], "event": event, **more})
-        except BrokenPipeError:
-            leave(self.folders)
+    def _expect(self, reason: str, seconds: float) -> None:
+        """What the job comes to next, and when that is too late."""
+        self.reason, self.limit = reason, time.monotonic() + seconds
 
     def follow(self) -> None:
         """Until every rank has left."""
-        self.tell("pids", pids=[rank.pid for rank in self.ranks])
+        self._listen_to_kernel()  # a cancel may have come with the request
         while self.alive():
-            for key, _ in self.selector.select(min(max(0.0, self.limit - time.monotonic()), 3600)):
-                if key.fd == 0:
+            for key, _ in self.selector.select(max(0.0, self.limit - time.monotonic())):
+                if key.fileobj is self.kernel:
                     self._listen_to_kernel()
                 elif key.fd == self.woken:
                     os.read(self.woken, 4096)
@@ -108,85 +117,60 @@ class Job:
             if self.alive() and time.monotonic() >= self.limit:
                 self._time_is_up()
         self._kill(self.ranks)
-        end_descendants()
+        processes.end_descendants()
         for rank in self.ranks:
+            os.close(rank.events.descriptor)
             os.close(rank.control)
         self.selector.close()
         if self.ticket is not None:
             os.close(self.ticket)
-        self.tell("done")
+        self.kernel.tell("done")
 
-    def alive(self) -> list[_Rank]:
+    def alive(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.exit is None]
 
-    def _start(self, method: str) -> list[_Rank]:
+    def _start(self, method: str) -> None:
         one_thread = sys.platform != "linux" or len(os.listdir("/proc/self/task")) == 1
-        start = self._fork if method == "fork" and one_thread else self._spawn
-        return [start(number) for number in range(self.request["ranks"])]
-
-    def _fork(self, number: int) -> _Rank:
-        (events, events_end), (control_end, control) = os.pipe(), os.pipe()
-        pid = fork_rank(self.request, number, events_end, control_end)
-        return self._born(number, pid, events, events_end, control, control_end)
-
-    def _spawn(self, number: int) -> _Rank:
-        (events, events_end), (control_end, control) = os.pipe(), os.pipe()
-        code = (
-            f"import sys; sys.path[:] = {self.request['path']!r}; from helpers.launching import rank; "
-            f"rank.spawned({self.request['folder']!r}, {number}, {os.getpid()}, {events_end}, {control_end})"
-        )
-        with open(os.path.join(self.request["folder"], "request"), "w") as file:
+        if method == "fork" and one_thread:
+            for rank in self.ranks:
+                rank.pid = fork_rank(self.request, rank.number, rank.ends)
+            return
+        path = os.path.join(self.request["folder"], "request")
+        with open(path, "w") as file:
             json.dump(self.request, file)
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=(events_end, control_end), stdin=subprocess.DEVNULL, process_group=0
-        )
-        process.returncode = 0  # this module waits for it: Popen must not
-        return self._born(number, process.pid, events, events_end, control, control_end)
-
-    def _born(self, number: int, pid: int, events: int, events_end: int, control: int, control_end: int) -> _Rank:
-        if pid:
-            with contextlib.suppress(OSError):  # the rank does the same: whoever is first
-                os.setpgid(pid, pid)
-        os.close(events_end)
-        os.close(control_end)
-        os.set_blocking(events, False)  # a process that the rank forked may hold the other end open for ever
-        rank = _Rank(number, pid, control, wire.Reader(events))
-        self.selector.register(events, selectors.EVENT_READ, rank)
-        return rank
+        for rank in self.ranks:
+            for end in rank.ends:
+                os.set_inheritable(end, True)
+            code = (
+                f"import sys; sys.path[:] = {self.request['path']!r}; from helpers.launching import rank; "
+                f"rank.spawned({path!r}, {rank.number}, {os.getpid()}, {rank.ends})"
+            )
+            rank.pid = os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ, setpgroup=0)
 
     def _listen_to_kernel(self) -> None:
-        """Cancel or quit at once; the next job, asked for by a kernel that did not wait for the end of this one, later."""
-        for message in self.requests.read():
-            if message == {"do": "cancel", "run": self.request["run"]}:
-                self._cancel()
-            elif message["do"] == "quit":
-                leave([])
-            else:
-                self.inbox.append(message)
-        if self.requests.closed:
-            leave(self.folders)
+        if any(request["do"] == "cancel" for request in self.kernel.requests()):
+            self._cancel()
 
-    def _listen_to_rank(self, rank: _Rank, last: bool = False) -> None:
+    def _listen_to_rank(self, rank: Rank) -> None:
+        if rank.events.closed:
+            return
         code = None
         for message in rank.events.read():
             if message["event"] == "born":
                 rank.pid = message["pid"]
-                continue
-            if message["event"] == "left":
+            elif message["event"] == "left":
                 code = message["code"]
-                continue
-            self.imported.update(message.pop("imported", ()))
-            rank.started |= message["event"] == "started"
-            rank.finished |= message["event"] == "finished"
-            self.tell(**message)
-        if rank.events.closed or last:
-            rank.events.closed = True
+            else:
+                self.imported.update(message.pop("imported", ()))
+                rank.started |= message["event"] == "started"
+                rank.finished |= message["event"] == "finished"
+                self.kernel.tell(**message)
+        if rank.events.closed:
             self.selector.unregister(rank.events.descriptor)
-            os.close(rank.events.descriptor)
         if self.reason == "join" and all(other.started for other in self.ranks):
-            self.reason, self.limit = "run", time.monotonic() + self.request["timeout"]
+            self._expect("run", self.request["timeout"])
         if self.reason == "run" and all(other.finished for other in self.ranks):
-            self.reason, self.limit = "leave", time.monotonic() + LEAVE_LIMIT
+            self._expect("leave", LEAVE_LIMIT)
             for other in self.ranks:
                 with contextlib.suppress(BrokenPipeError):
                     os.write(other.control, b"1")
@@ -199,24 +183,23 @@ class Job:
             if pid:
                 self._left(rank, os.waitstatus_to_exitcode(status))
 
-    def _left(self, rank: _Rank, code: int) -> None:
+    def _left(self, rank: Rank, code: int) -> None:
         """Note that a rank's process has ended, after what it said before."""
-        if not rank.events.closed:
-            self._listen_to_rank(rank, last=True)
+        self._listen_to_rank(rank)
         rank.exit = code
-        self.tell("exited", rank=rank.number, code=code, time=time.perf_counter(), killed=self.reason == "killed")
+        self.kernel.tell("exited", rank=rank.number, code=code, time=time.perf_counter(), killed=self.reason == "killed")
         if self.reason in ("join", "run"):  # before its release a rank has no good reason to leave
-            self.reason, self.limit = "grace", time.monotonic() + GRACE
+            self._expect("grace", GRACE)
 
     def _time_is_up(self) -> None:
         stuck = [rank for rank in self.alive() if not rank.finished]
         if self.reason in STACK_LIMIT:
             self._write_stacks(stuck)
         if self.reason in ("join", "run"):
-            self.tell("hung", ranks=[rank.number for rank in stuck], while_in=self.reason)
+            self.kernel.tell("hung", ranks=[rank.number for rank in stuck], while_in=self.reason)
         self._cancel()
 
-    def _write_stacks(self, ranks: list[_Rank]) -> None:
+    def _write_stacks(self, ranks: list[Rank]) -> None:
         """Ask each rank for its stack and wait until it is written, down to the frame in which the job began."""
         waiting = {rank.pid: rank_side.file_of(self.request, "stack", rank.number) for rank in ranks if rank.pid}
         for pid in waiting:
@@ -225,56 +208,27 @@ class Job:
         end = time.monotonic() + STACK_LIMIT[self.reason]
         while waiting and time.monotonic() < end:
             time.sleep(0.005)
-            waiting = {pid: path for pid, path in waiting.items() if not _complete(path)}
+            waiting = {
+                pid: path for pid, path in waiting.items() if rank_side.__file__ not in Path(path).read_text(errors="replace")
+            }
 
     def _cancel(self) -> None:
-        self.reason, self.limit = "killed", time.monotonic() + 3600
+        self._expect("killed", KILL_LIMIT)
         self._kill(self.alive())
 
-    def _kill(self, ranks: list[_Rank]) -> None:
+    def _kill(self, ranks: list[Rank]) -> None:
         """End process groups: the ranks and, where orphans are not adopted, what they have left behind."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, signal.SIGKILL)
 
 
-def fork(child: Callable[[], int]) -> int:
-    """The process id of a fork of this process that calls `child` and exits with its value, 1 if it raises."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            signal.set_wakeup_fd(-1)
-            for changed in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
-                signal.signal(changed, signal.SIG_DFL)
-            code = child()
-        finally:
-            os._exit(code)
-    return pid
-
-
-def fork_rank(request: dict[str, Any], number: int, events_end: int, control_end: int) -> int:
-    """The process id of rank `number`, forked from this process. It writes to `events_end` and is released by `control_end`."""
+def fork_rank(request: dict[str, Any], number: int, ends: tuple[int, int]) -> int:
+    """The process id of rank `number`, forked from this process. `ends` are its ends of its pipes."""
     parent = os.getpid()
 
     def child() -> int:
-        rank_side.set_apart(rank_side.file_of(request, "log", number), parent)
-        keep_only(events_end, control_end)
-        return rank_side.main(request, number, events_end, lambda: os.read(control_end, 1))
+        rank_side.set_apart(rank_side.file_of(request, "log", number), parent, *ends)
+        return rank_side.main(request, number, *ends)
 
-    return fork(child)
-
-
-def keep_only(*wanted: int) -> None:
-    """Close every descriptor but the standard three and these."""
-    for name in os.listdir("/dev/fd"):
-        if int(name) > 2 and int(name) not in wanted:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
-
-
-def _complete(stack: str) -> bool:
-    if not os.path.exists(stack):
-        return False
-    with open(stack, errors="replace") as file:
-        return rank_side.__file__ in file.read()
+    return processes.fork(child)

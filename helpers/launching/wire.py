@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -13,19 +14,23 @@ def send(descriptor: int, message: dict[str, Any]) -> None:
 
 
 class Reader:
-    """Collects messages from a descriptor; `read` is called when the descriptor is readable, or is not blocking."""
+    """Collects messages from a descriptor, which becomes one that does not block: the other end may stay open for ever."""
 
     def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
         self.descriptor = descriptor
         self.closed = False
         self._rest = b""
 
-    def read(self) -> list[dict[str, Any]]:
-        """All complete messages at hand; sets `closed` at the end of the stream."""
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Each complete message at hand, of which those not asked for are kept; sets `closed` at the end of the stream."""
         try:
-            data = os.read(self.descriptor, 1 << 16)
+            while not self.closed:
+                data = os.read(self.descriptor, 1 << 16)
+                self.closed = not data
+                self._rest += data
         except BlockingIOError:
-            return []
-        self.closed = not data
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+            pass
+        while b"\n" in self._rest:
+            line, _, self._rest = self._rest.partition(b"\n")
+            yield json.loads(line)
