@@ -213,13 +213,23 @@ def test_templates_fit_other_decoders(name, shape, tmp_path):
 @pytest.mark.parametrize(
     ("page", "said"),
     [
-        ("use: x\nlayers: {fast: 1}\n", "needs exactly"),
-        ("- 1\n", "needs exactly"),
+        ("use: x\nlayers: {fast: 1}\n", "embedding\n  Field required"),
+        ("use: x\nembedding: fast\nrest: fast\nhead: fast\nnorm: cpu\nlayers: {fast: 1}\n", "norm\n  Extra inputs"),
+        ("- 1\n", "should be a valid dictionary"),
         ("use: x\nembedding: fast\nrest: fast\nhead: fast\nlayers: {fast: 0.5}\n", "add up to 0.5"),
-        ("use: x\nembedding: fast\nrest: fast\nhead: fast\nlayers: {fast: 2, disk: -1}\n", "shares above 0"),
-        ("use: x\nembedding: fast\nrest: fast\nhead: fast\nlayers: fast\n", "must map tiers to shares"),
-        ("use: x\nembedding: fast\nrest: nvme\nhead: fast\nlayers: {fast: 1}\n", "rest has the tier 'nvme'"),
-        ("use: x\nembedding: fast\nrest: fast\nhead: fast\nlayers: {hot: 1}\n", "layers has the tier 'hot'"),
+        (
+            "use: x\nembedding: fast\nrest: fast\nhead: fast\nlayers: {fast: 2, disk: -1}\n",
+            "disk\n  Input should be greater than 0",
+        ),
+        ("use: x\nembedding: fast\nrest: fast\nhead: fast\nlayers: fast\n", "layers\n  Input should be a valid dictionary"),
+        (
+            "use: x\nembedding: fast\nrest: nvme\nhead: fast\nlayers: {fast: 1}\n",
+            "rest\n  Input should be 'fast', 'gpus', 'cpu' or 'disk' .*'nvme'",
+        ),
+        (
+            "use: x\nembedding: fast\nrest: fast\nhead: fast\nlayers: {hot: 1}\n",
+            "layers.hot.*\n  Input should be 'fast', 'gpus', 'cpu' or 'disk'",
+        ),
     ],
 )
 def test_a_bad_template_says_what_is_wrong(page, said, tmp_path):

@@ -9,16 +9,6 @@ from helpers.offload.running import Evaluation, bring, evaluate, evict, load
 from helpers.offload.templates import Template, template, templates
 
 __all__ = [
-    "Evaluation",
-    "Problem",
-    "Template",
-    "bring",
-    "device_map",
-    "evaluate",
-    "evict",
-    "load",
-    "problems",
-    "template",
-    "templates",
+    "Evaluation", "Problem", "Template", "bring", "device_map", "evaluate", "evict", "load", "problems", "template", "templates",
     "tiers",
-]
+]  # fmt: skip

@@ -33,10 +33,7 @@ def device_map(model: Any, placement: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError naming every problem of the placement.
     """
-    found = _Check(model, placement)
-    if found.problems:
-        raise ValueError("this placement cannot be used:\n" + "\n".join(f"  {each!r}" for each in found.problems))
-    return found.devices
+    return _usable(model, placement).devices
 
 
 def problems(model: Any, placement: Mapping[str, Any], *, gpus: int | None = None) -> list[Problem]:
@@ -46,117 +43,115 @@ def problems(model: Any, placement: Mapping[str, Any], *, gpus: int | None = Non
 
 def tiers(model: Any, placement: Mapping[str, Any]) -> dict[str, int]:
     """Bytes of parameters on each tier, tied ones once, in the dtype of `model`; raises what `device_map` raises."""
-    found = device_map(model, placement)
-    sizes: dict[str, int] = dict.fromkeys(map(str, found.values()), 0)
-    shared = set(tied_modules(model)[1:])
+    tier_of = _usable(model, placement).tier_of
+    sizes: dict[str, int] = dict.fromkeys(map(str, tier_of.values()), 0)
+    shared = tied_modules(model)[1:]
     for name, tensor in model.state_dict().items():
-        if name.rpartition(".")[0] not in shared:
-            sizes[str(found[next(key for key in ancestors(name) if key in found)])] += tensor.nbytes
+        module = name.rpartition(".")[0]
+        if module not in shared:
+            sizes[str(tier_of[module])] += tensor.nbytes
     return sizes
 
 
+def _usable(model: Any, placement: Any) -> _Check:
+    found = _Check(model, placement)
+    if found.problems:
+        raise ValueError("this placement cannot be used:\n" + "\n".join(f"  {each!r}" for each in found.problems))
+    return found
+
+
 class _Check:
-    """`problems` of a placement, and `devices`: the tier of each module that its keys name."""
+    """`problems` of a placement; `devices`, its keys written out; `tier_of`, each module's tier, None where it is wrong."""
 
     def __init__(self, model: Any, placement: Any, gpus: int | None = None) -> None:
         self.gpus = gpu_count() if gpus is None else gpus
         self.problems: list[Problem] = []
         self.devices: dict[str, Any] = {}
+        self.tier_of: dict[str, Any] = {}
         self.modules = [name for name, _ in model.named_modules()]
         self.tensors = list(model.state_dict())
         if not isinstance(placement, Mapping) or not placement:
             strategy = "accelerate.infer_auto_device_map(model, max_memory=…) for what accelerate would choose"
             self._add(placement, "is no map from modules to tiers", f'{{"model.layers.0-3": "cpu", …}}, or {strategy}')
             return
-        said: dict[str, Any] = {}  # module -> the key that named it
+        said: dict[str, Any] = {}  # module -> the key that named it, or one that it lies in
         for key, tier in placement.items():
             good = self._tier(key, tier)
             for name in self._expanded(key):
-                other = next((said[each] for each in [name, *ancestors(name)] if each in said), None)
-                other = next((said[each] for each in said if name in ["", *ancestors(each)]), None) if other is None else other
-                if other is not None:
-                    self._add(key, f"overlaps with {other!r}: {name or 'all'!r} is named by both", "each module in one key")
-                said.setdefault(name, key)
-                self.devices[name] = tier if good else None
-        placed = {
-            name: next((self.devices[each] for each in ancestors(name) if each in self.devices), ...) for name in self.tensors
-        }
-        self._whole(model, placed)
+                inside = [each for each in self.modules if within(each, name)]
+                if taken := [said[each] for each in inside if each in said]:
+                    self._add(key, f"overlaps with {taken[0]!r}: {name or 'all'!r} is named by both", "each module in one key")
+                self.devices[name] = tier
+                said = dict.fromkeys(inside, key) | said
+                self.tier_of |= dict.fromkeys(inside, tier if good else None)
+        self._whole(model)
 
     def _add(self, key: Any, reason: str, mend: str) -> None:
         self.problems.append(Problem(key, reason, mend))
 
     def _tier(self, key: Any, tier: Any) -> bool:
-        gpus = self.gpus
-        number = int(tier[5:]) if isinstance(tier, str) and re.fullmatch(r"cuda:\d+", tier) else tier
-        if isinstance(number, int) and not isinstance(number, bool):
-            if not 0 <= number < gpus:
-                have = f"0 to {gpus - 1}" if gpus > 1 else "0" if gpus else '"cpu" or "disk": there is no GPU here'
-                self._add(key, f"GPU {tier!r} is not on this machine", have)
-                return False
-        elif tier not in ("cpu", "disk"):
+        """Whether a tier is one of this machine; says so where it is not."""
+        match = re.fullmatch(r"cuda:(\d+)", f"cuda:{tier}" if type(tier) is int else str(tier))
+        if match is None and tier not in ("cpu", "disk"):
             self._add(key, f"{tier!r} is no tier", 'the number of a GPU, "cpu" or "disk"')
-            return False
-        return True
+        elif match and int(match[1]) >= self.gpus:
+            have = f"0 to {self.gpus - 1}" if self.gpus else '"cpu" or "disk": there is no GPU here'
+            self._add(key, f"GPU {tier!r} is not on this machine", have)
+        else:
+            return True
+        return False
 
     def _expanded(self, key: Any) -> list[str]:
         """The modules that a key names; none where there is a problem with it."""
+        if key in self.modules:
+            return [key]
         if not isinstance(key, str):
             self._add(key, "is no name of a module", 'text such as "model.layers.0-3"')
             return []
+        if key in self.tensors:
+            self._add(key, "names a tensor, and a tensor goes where its module goes", repr(key.rpartition(".")[0]))
+            return []
+        if "*" in key or key.endswith("-"):
+            self._add(key, "is no range: it has no end", '"model.layers.0-3", first and last included')
+            return []
         match = _RANGE.fullmatch(key)
-        if match is None or key in self.modules:
-            return [key] if key in self.modules or self._unknown(key) else []
-        stem, first, last = match[1], int(match[2]), int(match[3])
-        numbered = [int(name[len(stem) :]) for name in self.modules if name.startswith(stem) and name[len(stem) :].isdigit()]
-        if not numbered:
-            return [key] if self._unknown(key, f"{stem}{first}") else []
-        if first > last:
+        stem, first, last = (match[1], int(match[2]), int(match[3])) if match else (key, 0, 0)
+        end = max((int(name[len(stem) :]) for name in self.modules if re.fullmatch(re.escape(stem) + r"\d+", name)), default=-1)
+        if not match or end < 0:
+            word, what = (f"{stem}{first}", "range of modules") if match else (key, "module")
+            near = [name for name in self.modules if name.endswith(f".{word}")]
+            near = near or difflib.get_close_matches(word, self.modules, n=1, cutoff=0.7)
+            self._add(key, f"there is no such {what} in this model", repr(near[0]) if near else "a name from named_modules()")
+        elif first > last:
             self._add(key, "the range runs backwards", f"{f'{stem}{last}-{first}'!r}")
-        elif last > max(numbered):
-            self._add(key, f"goes beyond the last, {stem}{max(numbered)}", f"{f'{stem}{first}-{max(numbered)}'!r}")
+        elif last > end:
+            self._add(key, f"goes beyond the last, {stem}{end}", f"{f'{stem}{first}-{end}'!r}")
         else:
             return [f"{stem}{number}" for number in range(first, last + 1)]
         return []
 
-    def _unknown(self, key: str, single: str | None = None) -> bool:
-        """Say what is wrong with a key that names no module; always False."""
-        word = single or key
-        if key in self.tensors:
-            self._add(key, "names a tensor, and a tensor goes where its module goes", repr(key.rpartition(".")[0]))
-        elif "*" in key or key.endswith("-"):
-            self._add(key, "is no range: it has no end", '"model.layers.0-3", first and last included')
-        else:
-            ends = [name for name in self.modules if name.endswith(f".{word}")]
-            near = ends or difflib.get_close_matches(word, self.modules, n=1, cutoff=0.7)
-            what = "a range of modules" if single else "a module"
-            self._add(key, f"there is no such {what[2:]} in this model", repr(near[0]) if near else "a name from named_modules()")
-        return False
-
-    def _whole(self, model: Any, placed: dict[str, Any]) -> None:
+    def _whole(self, model: Any) -> None:
         """What only the map as a whole shows: modules left out, layers cut, ties, nothing but the disk."""
+        holders = dict.fromkeys(name.rpartition(".")[0] for name in self.tensors)  # modules with tensors of their own, in order
         layers = whole_modules(model)
-        missing: dict[str, list[str]] = {}
-        for name in (name for name, tier in placed.items() if tier is ...):
-            layer = next((each for each in ancestors(name) if each in layers), None)
-            missing.setdefault(layer or name.rpartition(".")[0], []).append(name)
+        missing = [name for name in holders if name not in self.tier_of]
+        whole = {name: next((layer for layer in layers if within(name, layer)), name) for name in missing}
         if missing:
-            what = "has no tier (transformers would take the CPU, without a word)"
-            self._add(", ".join(_as_ranges(list(missing))), what, "a key for each")
+            named = ", ".join(_as_ranges(list(dict.fromkeys(whole.values()))))
+            self._add(named, "has no tier (transformers would take the CPU, without a word)", "a key for each")
         for layer in layers:
-            tiers_of = {str(tier) for name, tier in placed.items() if name.startswith(f"{layer}.") and tier not in (..., None)}
-            if len(tiers_of) > 1:
-                self._add(
-                    layer, f"is cut: parts on {' and '.join(sorted(tiers_of))}, and its residual adds across", "one tier for it"
-                )
-        tied = tied_modules(model)
-        held = [placed.get(f"{name}.weight", ...) for name in tied]
-        if ... not in held and None not in held and tied:
-            if len(set(held)) > 1:
-                self._add(tied[1], f"shares its weight with {tied[0]!r}, which is on {held[0]!r}", f"both on {held[0]!r}")
-            elif "disk" in held:
-                self._add(tied[0], f"shares its weight with {tied[1]!r}: accelerate offloads it under one of the names only",
-                          "both on a device or the CPU")  # fmt: skip
+            parts = {str(self.tier_of.get(name)) for name in holders if within(name, layer)} - {"None"}
+            if len(parts) > 1:
+                reason = f"is cut: parts on {' and '.join(sorted(parts))}, and its residual adds across"
+                self._add(layer, reason, "one tier for it")
+        held = {name: self.tier_of.get(name) for name in tied_modules(model)}
+        if held and None not in held.values():
+            (first, tier), (second, other) = held.items()
+            if tier != other:
+                self._add(second, f"shares its weight with {first!r}, which is on {tier!r}", f"both on {tier!r}")
+            elif tier == "disk":
+                reason = f"shares its weight with {second!r}: accelerate offloads it under one of the names only"
+                self._add(first, reason, "both on a device or the CPU")
         if set(self.devices.values()) == {"disk"}:
             self._add("all", "is on the disk: accelerate needs one device to compute on", 'the norm at the end on "cpu"')
 
@@ -165,10 +160,9 @@ def gpu_count() -> int:
     return len(machine.gpus()) if machine.torch_cuda() else 0
 
 
-def ancestors(name: str) -> list[str]:
-    """The modules that `name` lies in, innermost first, and the root, ""."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
+def within(name: str, module: str) -> bool:
+    """Whether a module is another one or lies in it."""
+    return f"{name}.".startswith(f"{module}.") or not module
 
 
 def whole_modules(model: Any) -> list[str]:

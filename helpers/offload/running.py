@@ -6,13 +6,13 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 
 from helpers import machine, models
@@ -34,7 +34,10 @@ def load(folder: str | Path, placement: Mapping[str, Any], offload_folder: str |
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.tie_weights()  # an empty model has lost its ties
     places = device_map(model, placement)
-    with _quiet():
+    # its progress bar has no switch; its note says that offloaded weights are on "meta"
+    no_bar = mock.patch("accelerate.utils.modeling.is_tqdm_available", return_value=False)
+    no_note = mock.patch.object(logging.getLogger("accelerate.big_modeling"), "disabled", True)
+    with no_bar, no_note:
         model = load_checkpoint_and_dispatch(
             model, str(folder), places, offload_folder=str(offload_folder), skip_keys=model._skip_keys_device_placement
         )
@@ -46,20 +49,16 @@ def bring(model: Any) -> tuple[int, float]:
 
     What the page cache holds comes from there: see `evict`. (0, 0.0) where nothing is offloaded.
     """
-    size, seconds = 0, 0.0
-    for module in model.modules():
-        hook: Any = getattr(module, "_hf_hook", None)
-        if getattr(hook, "offload", False):
-            synchronize()
-            start = time.perf_counter()
-            hook.pre_forward(module)
-            synchronize()
-            seconds += time.perf_counter() - start
-            size += sum(each.nbytes for each in module.parameters(recurse=False))
-            start = time.perf_counter()
-            hook.post_forward(module, None)  # frees them
-            seconds += time.perf_counter() - start
-    return size, seconds
+    hooks = [(module, getattr(module, "_hf_hook", None)) for module in model.modules()]
+    offloaded: list[tuple[Any, Any]] = [(module, hook) for module, hook in hooks if getattr(hook, "offload", False)]
+    synchronize()
+    size, start = 0, time.perf_counter()
+    for module, hook in offloaded:
+        hook.pre_forward(module)
+        size += sum(each.nbytes for each in module.parameters(recurse=False))
+        hook.post_forward(module, None)  # frees them
+    synchronize()
+    return size, time.perf_counter() - start if offloaded else 0.0
 
 
 def evict(folder: str | Path) -> bool:
@@ -94,8 +93,7 @@ class Evaluation:
 
     def percentile(self, percent: float) -> float:
         """Seconds within which `percent` of the tokens after the first came."""
-        ordered = sorted(self.per_token)
-        return ordered[min(len(ordered) - 1, int(percent / 100 * len(ordered)))]
+        return float(numpy.percentile(self.per_token, percent))
 
     def __repr__(self) -> str:
         rows = [
@@ -162,16 +160,3 @@ def _generate(model: Any, prompt: Sequence[int], count: int, before: Callable[[]
         seconds.append(time.perf_counter() - start)
         ids, cache = torch.tensor([[tokens[-1]]], device=place), output.past_key_values
     return tokens, seconds
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without accelerate's progress bar, which has no switch, and its note that offloaded weights are on "meta"."""
-    logger = logging.getLogger("accelerate.big_modeling")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with mock.patch("accelerate.utils.modeling.is_tqdm_available", return_value=False):
-            yield
-    finally:
-        logger.setLevel(level)
