@@ -7,9 +7,8 @@ Open loop: requests come at random moments (a Poisson process of `rate` requests
 from __future__ import annotations
 
 import asyncio
-import json
+import itertools
 import random
-import threading
 import time
 import uuid
 from collections import Counter
@@ -19,11 +18,12 @@ from typing import Any
 
 import httpx
 import numpy
+from anyio.from_thread import start_blocking_portal
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of one request. Seconds count from the start of the load (`sent`) and from `sent` on (the others).
+    """What became of one request. Seconds count from the start of the load (`sent`) and from `sent` on (`seconds`).
 
     `status` is 0 where no HTTP answer came. `problem` is empty for a reply that is right: status 200, the request's own id in its
     id and, where the text was known before, that text.
@@ -36,7 +36,6 @@ class Reply:
     text: str = ""
     tokens: int = 0  # generated
     problem: str = ""
-    first_token: float | None = None  # where replies are streamed
 
 
 @dataclass(frozen=True)
@@ -66,15 +65,11 @@ class Load:
         """Generated tokens of right replies a second, over all ranks."""
         return sum(reply.tokens for reply in self.right) / self.seconds
 
-    def percentile(self, percent: float, what: str = "seconds") -> float:
-        """The latency in seconds that `percent` % of right replies do not exceed; `what` may be "first_token".
-
-        Raises ValueError where no reply has that figure.
-        """
-        values = [value for reply in self.right if (value := getattr(reply, what)) is not None]
-        if not values:
-            raise ValueError(f"no right reply with {what}: statuses {self.statuses}")
-        return float(numpy.percentile(values, percent))
+    def percentile(self, percent: float) -> float:
+        """The latency in seconds that `percent` % of right replies do not exceed. Raises ValueError where none is right."""
+        if not self.right:
+            raise ValueError(f"no reply is right: statuses {self.statuses}")
+        return float(numpy.percentile([reply.seconds for reply in self.right], percent))
 
     def __repr__(self) -> str:
         line = f"{len(self.right)} of {len(self.replies)} replies right in {self.seconds:.2f} s"
@@ -94,15 +89,12 @@ def send(
     concurrency: int | None = None,
     rate: float | None = None,
     expected: Sequence[str] | None = None,
-    stream: bool = False,
-    seed: int = 0,
     timeout: float = 120,
 ) -> Load:
     """Send one request per prompt to `url` + /v1/completions and return all replies; also from a cell, where a loop runs already.
 
     concurrency: closed loop with so many clients. rate: open loop, requests a second. Neither: all at once.
     max_tokens: of every answer, or one number for each. expected: the texts that the replies must have.
-    stream: ask for tokens as they come, and note when the first did.
     timeout: seconds for one request; later it counts as not answered.
 
     Raises ValueError for both loops at once, and for numbers that are not above 0.
@@ -111,91 +103,50 @@ def send(
         raise ValueError("concurrency (closed loop) and rate (open loop) were both given; give one, or none for all at once")
     if (concurrency is not None and concurrency < 1) or (rate is not None and rate <= 0):
         raise ValueError(f"{concurrency=}, {rate=}: they must be above 0")
-    if expected is not None and len(expected) != len(prompts):
-        raise ValueError(f"{len(expected)} expected texts for {len(prompts)} prompts")
-    generator = random.Random(seed)
-    moments = [0.0] * len(prompts)
-    for number in range(1, len(prompts)) if rate else ():
-        moments[number] = moments[number - 1] + generator.expovariate(rate)  # type: ignore[arg-type]
-    most = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
-    if len(most) != len(prompts):
-        raise ValueError(f"{len(most)} max_tokens for {len(prompts)} prompts; give one number for all, or one for each")
-    body = {"model": model, "temperature": 0} | ({"stream": True} if stream else {})
+    count = len(prompts)
+    most = [max_tokens] * count if isinstance(max_tokens, int) else max_tokens
+    texts = [None] * count if expected is None else expected
+    for what, given in (("max_tokens", most), ("expected texts", texts)):
+        if len(given) != count:
+            raise ValueError(f"{len(given)} {what} for {count} prompts; give one for each")
+    pauses = random.Random(0)
+    moments = [0.0] * count
+    if rate:
+        moments = list(itertools.accumulate((pauses.expovariate(rate) for _ in prompts), initial=0.0))
 
     async def everything() -> Load:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency or 0)
-        places = asyncio.Semaphore(concurrency or max(1, len(prompts)))
+        places = asyncio.Semaphore(concurrency or max(1, count))
         async with httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, trust_env=False) as client:
             begin = time.perf_counter()
 
             async def one(number: int) -> Reply:
                 await asyncio.sleep(moments[number])
                 async with places:
-                    wanted = None if expected is None else expected[number]
-                    asked = {**body, "prompt": prompts[number], "max_tokens": most[number]}
-                    return await _ask(client, asked, number, begin, wanted)
+                    body = {"model": model, "temperature": 0, "prompt": prompts[number], "max_tokens": most[number]}
+                    return await _ask(client, body, number, begin, texts[number])
 
-            replies = await asyncio.gather(*map(one, range(len(prompts))))
+            replies = await asyncio.gather(*map(one, range(count)))
             return Load(tuple(replies), time.perf_counter() - begin)
 
-    return _run(everything())
+    with start_blocking_portal() as portal:  # a loop in another thread, since a kernel has one; an interrupt cancels what runs
+        return portal.call(everything)
 
 
 async def _ask(client: httpx.AsyncClient, body: dict[str, Any], number: int, begin: float, expected: str | None) -> Reply:
-    own, sent, first = uuid.uuid4().hex, time.perf_counter(), None
-    status, text, tokens, identity, problem = 0, "", 0, own, ""
+    own, sent = uuid.uuid4().hex, time.perf_counter()
+    status, text, tokens, problem = 0, "", 0, ""
     try:
-        async with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": own}) as answer:
-            status = answer.status_code
-            async for page in _pages(answer):
-                if status != 200:
-                    problem = f"HTTP {status}: {page.get('error', page)}"
-                    break
-                choice, identity = (page["choices"] or [{}])[0], page["id"]
-                text += choice.get("text", "")
-                tokens = page["usage"]["completion_tokens"] if page.get("usage") else tokens + bool(choice.get("text"))
-                first = time.perf_counter() - sent if first is None and body.get("stream") else first
+        answer = await client.post("/v1/completions", json=body, headers={"X-Request-Id": own})
+        status, page = answer.status_code, answer.json()
+        if status != 200:
+            problem = f"HTTP {status}: {page.get('error', page)}"
+        else:
+            text, tokens = page["choices"][0]["text"], page["usage"]["completion_tokens"]
+            if own not in page["id"]:
+                problem = "the reply has another request's id"
+            elif expected not in (None, text):
+                problem = "the reply has another text than expected"
     except (httpx.HTTPError, KeyError, ValueError) as error:
         problem = f"no answer: {type(error).__name__} {error}".rstrip()
-    if not problem and own not in identity:
-        problem = "the reply has another request's id"
-    elif not problem and expected is not None and text != expected:
-        problem = "the reply has another text than expected"
-    return Reply(number, sent - begin, time.perf_counter() - sent, status, text, tokens, problem, first)
-
-
-async def _pages(answer: httpx.Response) -> Any:
-    """The JSON objects of an answer: one, or those of its server-sent events."""
-    if "event-stream" not in answer.headers.get("content-type", ""):
-        yield json.loads(await answer.aread())
-        return
-    async for line in answer.aiter_lines():
-        if line.startswith("data:") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data:"))
-
-
-def _run(work: Any) -> Any:
-    """Run a coroutine in a thread of its own, since a notebook's kernel has a loop; an interrupt cancels it."""
-    loop, box = asyncio.new_event_loop(), {}
-    task = loop.create_task(work)
-
-    def follow() -> None:
-        try:
-            box["result"] = loop.run_until_complete(task)
-        except BaseException as error:
-            box["error"] = error
-        finally:
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.close()
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except BaseException:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-        raise
-    if "error" in box:
-        raise box["error"]
-    return box["result"]
+    return Reply(number, sent - begin, time.perf_counter() - sent, status, text, tokens, problem)

@@ -1,13 +1,15 @@
 """The load generator: loops, arrivals, percentiles, and replies that are not one's own."""
 
 import asyncio
+import signal
+import socket
 import threading
 from contextlib import contextmanager
 
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from launch_support import wait_until
 
 from helpers.load_generator import Load, Reply, send
@@ -96,7 +98,7 @@ def test_an_open_loop_sends_at_poisson_moments_whether_or_not_replies_come():
         return reply("x", own)
 
     with serving(stuck_until_all_have_come) as url:
-        load = send(url, ["p"] * 10, model="m", rate=200, seed=4)
+        load = send(url, ["p"] * 10, model="m", rate=200)
     assert load.statuses == {200: 10}
     sent = [each.sent for each in load.replies]
     assert sent == sorted(sent)
@@ -123,31 +125,32 @@ def test_a_reply_that_is_not_right_has_a_problem(answer, problem):
     assert f"  1 × {load.replies[1].problem}" in repr(load)
 
 
+def test_an_interrupt_ends_a_load_whose_replies_do_not_come():
+    threads = threading.active_count()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        def interrupt():
+            with silent.accept()[0] as connection:
+                assert connection.recv(4) == b"POST"
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                assert ended.wait(60)
+
+        ended = threading.Event()
+        clicking = threading.Thread(target=interrupt)
+        clicking.start()
+        with pytest.raises(KeyboardInterrupt):
+            send(f"http://127.0.0.1:{silent.getsockname()[1]}", ["a"], model="m", timeout=600)
+        ended.set()
+        clicking.join()
+    assert threading.active_count() == threads
+
+
 def test_a_server_that_is_not_there_is_a_problem_of_each_request():
     load = send("http://127.0.0.1:9", ["a", "b"], model="m")
     assert load.statuses == {0: 2}
     assert all(each.problem.startswith("no answer: ConnectError") for each in load.replies)
-    with pytest.raises(ValueError, match=r"no right reply with seconds: statuses \{0: 2\}"):
+    with pytest.raises(ValueError, match=r"no reply is right: statuses \{0: 2\}"):
         load.percentile(50)
-
-
-def test_streamed_replies_are_put_together_and_the_first_token_is_timed():
-    async def stream(body, own):
-        assert body["stream"] is True
-
-        async def events():
-            for word in ("one ", "two"):
-                yield f'data: {{"id": "cmpl-{own}", "choices": [{{"text": "{word}"}}]}}\n\n'
-            yield f'data: {{"id": "cmpl-{own}", "choices": [], "usage": {{"completion_tokens": 2}}}}\n\ndata: [DONE]\n\n'
-
-        return StreamingResponse(events(), media_type="text/event-stream")
-
-    with serving(stream) as url:
-        load = send(url, ["a"], model="m", stream=True, expected=["one two"])
-    (only,) = load.right
-    assert (only.text, only.tokens) == ("one two", 2)
-    assert 0 < only.first_token <= only.seconds
-    assert load.percentile(50, "first_token") == only.first_token
 
 
 def test_percentiles_are_those_of_right_replies():
@@ -156,8 +159,6 @@ def test_percentiles_are_those_of_right_replies():
     assert load.percentile(50) == 3
     assert load.percentile(100) == 5
     assert load.requests_per_second == 1
-    with pytest.raises(ValueError, match="no right reply with first_token"):
-        load.percentile(50, "first_token")
 
 
 def test_what_cannot_be_sent_is_said_before_anything_is():
