@@ -19,8 +19,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from helpers import preflight
@@ -30,7 +31,6 @@ __all__ = ["Host", "TwoNodes", "available", "two_nodes"]
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACES = ("link0", "link1")
-_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])  # ordinary users' may lack ip and tc
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _LEAST_RATE, _MOST_RATE = 8e3, 100e9  # bits a second that the kernel can hold a link at
 _MTU = 9000  # bytes in a packet, as in clusters: 1 % of what is sent are headers, not 5 %
@@ -75,7 +75,7 @@ class TwoNodes:
         self.rate = rate
         self._guardian: subprocess.Popen[str] | None = None
         self._inside_of = 0  # the user namespace
-        self._hosts: tuple[Host, Host] | None = None
+        self._hosts: tuple[Host, ...] = ()
 
     def open(self) -> TwoNodes:
         """Make the hosts and their link. Raises RuntimeError where this machine cannot, and if they are open already."""
@@ -86,15 +86,13 @@ class TwoNodes:
             raise RuntimeError(f"this machine cannot be two hosts: {why}")
         code = f"import sys; sys.path[:] = {sys.path!r}; from helpers import two_nodes as here; "
         code += f"here.guard({os.getpid()}, {_own('user')})"
-        command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", code]
         self._guardian = subprocess.Popen(
-            command,
+            ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PATH": _PATH},
         )
         try:
             assert self._guardian.stdout is not None
@@ -104,7 +102,7 @@ class TwoNodes:
                 raise RuntimeError(f"the two hosts could not be made: {said.strip()}")
             pids = (self._guardian.pid, int(told))
             self._inside_of = os.stat(f"/proc/{pids[0]}/ns/user").st_ino
-            self._hosts = (Host(0, ADDRESSES[0], INTERFACES[0], pids[0]), Host(1, ADDRESSES[1], INTERFACES[1], pids[1]))
+            self._hosts = tuple(Host(number, ADDRESSES[number], INTERFACES[number], pids[number]) for number in (0, 1))
             self._set_up(0, f"ip link add {INTERFACES[0]} type veth peer name {INTERFACES[1]} netns {pids[1]}")
             for host in self._hosts:  # without an address of IPv6, which would send messages of its own over the link
                 quiet = f"ip link set {host.interface} addrgenmode none 2>/dev/null || true"
@@ -118,7 +116,7 @@ class TwoNodes:
 
     def close(self) -> None:
         """End every process of both hosts; nothing is left of them. A second time nothing happens."""
-        guardian, self._guardian, self._hosts = self._guardian, None, None
+        guardian, self._guardian, self._hosts = self._guardian, None, ()
         if guardian is None:
             return
         try:
@@ -135,9 +133,9 @@ class TwoNodes:
         self.close()
 
     @property
-    def hosts(self) -> tuple[Host, Host]:
+    def hosts(self) -> tuple[Host, ...]:
         """Both hosts. Raises RuntimeError while they do not exist."""
-        if self._guardian is None or self._hosts is None:
+        if not self._hosts:
             raise RuntimeError("the two hosts are closed: use them inside `with two_nodes(...) as nodes:`, or call nodes.open()")
         if not all(os.path.exists(path) for host in self._hosts for path in host.namespaces):
             raise RuntimeError("a process that held the two hosts was killed; close and open them again")
@@ -148,24 +146,22 @@ class TwoNodes:
         bytes_per_second = _bytes_per_second(rate)
         burst = max(_LEAST_BURST, math.ceil(bytes_per_second * _BURST_SECONDS))
         for host in self.hosts:
-            command = f"tc qdisc replace dev {host.interface} root tbf rate {rate} burst {burst} latency 50ms"
-            self._set_up(host.number, command)
+            self._set_up(host.number, f"tc qdisc replace dev {host.interface} root tbf rate {rate} burst {burst} latency 50ms")
         self.rate, self.bytes_per_second = rate, bytes_per_second
 
     def bytes_between(self) -> tuple[int, int]:
         """Bytes that the link has carried since it exists: from host 0 to host 1, and from host 1 to host 0; headers too."""
-        first, second = (self._sent(host) for host in self.hosts)
-        return first, second
+        listed = [Path(f"/proc/{host.pid}/net/dev").read_text() for host in self.hosts]
+        fields = [text.partition(f"{name}:")[2].split() for text, name in zip(listed, INTERFACES, strict=True)]
+        return int(fields[0][8]), int(fields[1][8])
 
     def popen(self, host: int, command: Sequence[str], **keywords: Any) -> subprocess.Popen[Any]:
         """Start a command on a host, as `subprocess.Popen` does with these keywords. It ends with the hosts at the latest."""
-        enter, keywords = self._inside(host, keywords)
-        return subprocess.Popen([*enter, *command], **keywords)
+        return subprocess.Popen(**self._inside(host, command, keywords))
 
     def run(self, host: int, command: Sequence[str], **keywords: Any) -> subprocess.CompletedProcess[Any]:
         """Run a command on a host to its end, as `subprocess.run` does with these keywords."""
-        enter, keywords = self._inside(host, keywords)
-        return subprocess.run([*enter, *command], **keywords)
+        return subprocess.run(**self._inside(host, command, keywords))
 
     def fail(self, host: int) -> None:
         """Let a host fail: every process there is killed at once, elastic agent and ranks too. The host itself starts anew."""
@@ -185,27 +181,20 @@ class TwoNodes:
             raise ValueError(f"host is {number!r}; the hosts are 0 and 1")
         return self.hosts[number]
 
-    def _inside(self, number: int, keywords: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-        """The command that enters a host, and keywords with an environment in which gloo takes the link's interface."""
+    def _inside(self, number: int, command: Sequence[str], keywords: dict[str, Any]) -> dict[str, Any]:
+        """Keywords for a command on a host; in its environment gloo takes the link's interface, and `ip` and `tc` are found."""
         host = self._host(number)
-        enter = [
-            "nsenter",
-            "--preserve-credentials",
-            *(f"--{kind}={path}" for kind, path in zip(("user", "net"), host.namespaces, strict=True)),
-        ]
-        given = keywords.get("env")
-        interface = {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": host.interface}
-        return enter, {**keywords, "env": {**interface, **(os.environ if given is None else given), "PATH": _PATH}}
+        user, network = host.namespaces
+        given = os.environ if keywords.get("env") is None else keywords["env"]
+        variables = {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": host.interface, **given}
+        variables["PATH"] = preflight.with_system_commands(given.get("PATH"))
+        enter = ["nsenter", "--preserve-credentials", f"--user={user}", f"--net={network}"]
+        return {**keywords, "args": [*enter, *command], "env": variables}
 
     def _set_up(self, host: int, script: str) -> None:
         done = self.run(host, ["sh", "-ec", script], capture_output=True, text=True, timeout=_PATIENCE)
         if done.returncode:
             raise RuntimeError(f"the link between the two hosts could not be set up: {done.stderr.strip()} ({script})")
-
-    def _sent(self, host: Host) -> int:
-        with open(f"/proc/{host.pid}/net/dev") as file:
-            fields = next(line.partition(":")[2].split() for line in file if line.strip().startswith(f"{host.interface}:"))
-        return int(fields[8])
 
 
 two_nodes = TwoNodes

@@ -328,6 +328,19 @@ def test_torchrun_runs_a_script_across_both_hosts(nodes, tmp_path):
 
 
 @on_two_hosts
+def test_a_command_has_the_environment_that_it_is_given(nodes):
+    def told(**keywords):
+        shown = ["sh", "-c", "echo $PATH, $GLOO_SOCKET_IFNAME, $ASKED; command -v tc > /dev/null && echo tc is found"]
+        return nodes.run(1, shown, capture_output=True, text=True, **keywords).stdout.splitlines()
+
+    path, found = told(env={"PATH": "/mine:/usr/bin:/bin", "ASKED": "yes"})
+    assert path == "/mine:/usr/bin:/bin:/usr/sbin:/sbin, link1, yes"
+    assert found == "tc is found"
+    assert told(env={"PATH": "/bin:/usr/bin", "GLOO_SOCKET_IFNAME": "lo"})[0].endswith(", lo,")
+    assert told()[0].startswith(os.environ["PATH"])
+
+
+@on_two_hosts
 def test_a_host_fails_with_every_process_and_only_its_own(nodes):
     leaves_home = "setsid sleep 1000 & wait"
     commands = [nodes.popen(host, ["sh", "-c", leaves_home]) for host in (0, 1, 1)]
