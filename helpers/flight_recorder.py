@@ -1,8 +1,8 @@
 """Read what PyTorch's flight recorder left of a job that hung: what each rank completed and waits in, where ranks first differ.
 
-Dumps are the files that `TORCH_NCCL_DUMP_ON_TIMEOUT=1` (with `TORCH_FR_BUFFER_SIZE=2000`) writes, one a rank, what
-`_dump_nccl_trace()` or `_dump_fr_trace()` of `torch._C._distributed_c10d` returns, or the JSON of its `_dump_fr_trace_json()`.
-A file is a pickle of plain containers, and nothing else is read from it: a pickle that asks for a class or function is refused.
+Dumps are the files that `TORCH_NCCL_DUMP_ON_TIMEOUT=1` (with `TORCH_FR_BUFFER_SIZE=2000`) writes, one a rank; or what
+`_dump_nccl_trace()`, `_dump_fr_trace()` or `_dump_fr_trace_json()` of `torch._C._distributed_c10d` returns, written to a file. A
+pickle holds plain containers, and nothing else is read from it: one that asks for a class or function is refused.
 Whether two entries match, and from where on ring buffers can be compared, is left to `torch.distributed.flight_recorder`.
 """
 
@@ -20,16 +20,12 @@ from typing import Any
 
 from helpers.measuring.sources import describe_line, is_learner_file
 
-Source = str | bytes | os.PathLike[str]
-
 
 class _Plain(pickle.Unpickler):
     """Builds numbers, texts and containers only."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(
-            f"this pickle asks for {module}.{name}: a dump of the flight recorder holds plain containers only, not read"
-        )
+        raise ValueError(f"this pickle asks for {module}.{name}: a dump of the flight recorder holds plain containers, not read")
 
 
 @dataclass(frozen=True)
@@ -66,24 +62,17 @@ class Summary:
         return "\n".join([*lines, f"first difference: {self.difference or 'none, ranks issued the same'}"])
 
 
-def read(sources: Iterable[Source] | Mapping[int, Source]) -> Summary:
-    """Summarise the dumps of a job's ranks: files, or contents (JSON text, JSON or pickle bytes); or {rank: any of these}.
+def read(files: Iterable[str | os.PathLike[str]]) -> Summary:
+    """Summarise the dumps of a job's ranks, a file each, whose name ends in the rank, as torch writes it.
 
-    A file's rank is the number at the end of its name, as torch writes it; contents are taken in order of the ranks. Raises
-    ValueError for what is no dump, for pickles that hold more than plain containers, and for two dumps of one rank;
-    FileNotFoundError.
+    Raises ValueError for what is no dump, for pickles that hold more than plain containers, and where names do not give each dump
+    a rank of its own; FileNotFoundError.
     """
-    if isinstance(sources, (str, bytes)):
-        raise ValueError(
-            "read takes the dumps of all ranks: a list of files or contents, such as Path(folder).glob('nccl_trace_rank_*')"
-        )
-    pairs = list(sources.items() if isinstance(sources, Mapping) else enumerate(sources))
-    ranks = [rank if isinstance(sources, Mapping) else _rank(source, rank) for rank, source in pairs]
-    dumps = {rank: _load(source) for rank, (_, source) in zip(ranks, pairs, strict=True)}
-    if not dumps or len(dumps) < len(pairs):
-        raise ValueError(
-            f"dumps of the ranks {ranks}: there must be at least one, and one of each rank; {{rank: file}} names them"
-        )
+    paths = sorted(map(Path, files))
+    names = [re.search(r"(\d+)(\.[A-Za-z]\w*)?$", path.name) for path in paths]
+    dumps = {int(name[1]): _load(path) for name, path in zip(names, paths, strict=True) if name}
+    if not dumps or len(dumps) < len(paths):
+        raise ValueError(f"there must be one dump of each rank, named by it: trace_0 …; these are {[p.name for p in paths]}")
     entries = {rank: [_entry(raw) for raw in dumps[rank]["entries"]] for rank in sorted(dumps)}
     groups = _groups(dumps, entries)
     return Summary(
@@ -94,23 +83,12 @@ def read(sources: Iterable[Source] | Mapping[int, Source]) -> Summary:
     )
 
 
-def _is_text(source: Source) -> bool:
-    return isinstance(source, str) and source.lstrip().startswith("{")
-
-
-def _rank(source: Source, place: int) -> int:
-    found = (
-        None if isinstance(source, bytes) or _is_text(source) else re.search(r"(\d+)(\.[A-Za-z]\w*)?$", os.path.basename(source))
-    )
-    return int(found[1]) if found else place
-
-
-def _load(source: Source) -> dict[str, Any]:
-    content = source if isinstance(source, bytes) else str(source).encode() if _is_text(source) else Path(source).read_bytes()
+def _load(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
     try:
         dump = json.loads(content) if content.lstrip().startswith(b"{") else _Plain(io.BytesIO(content)).load()
     except (pickle.UnpicklingError, EOFError, UnicodeDecodeError, IndexError, KeyError, AttributeError) as error:
-        raise ValueError(f"this is no dump of the flight recorder, neither pickle nor JSON: {error!r}") from None
+        raise ValueError(f"{path.name} is no dump of the flight recorder, neither pickle nor JSON: {error!r}") from None
     if not isinstance(dump, dict) or not {"version", "pg_config"} <= set(dump):
         raise ValueError(f'a dump has a "version" and a "pg_config"; this {type(dump).__name__} has not')
     return {"entries": []} | dump  # the JSON of a recorder that saw nothing has none
