@@ -6,9 +6,9 @@ Who computes is not known here: a replica is any function from a batch to its an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 log = logging.getLogger("inference_server")
@@ -46,12 +46,12 @@ class Batcher:
     def __init__(self, replicas: Sequence[Replica], *, batch_size: int, max_wait: float, bound: int) -> None:
         self.accepted = 0  # prompts
         self.served = [0] * len(replicas)  # prompts, by rank
+        self.lost = False  # a replica
         self.closed = ""  # why nothing is accepted any more
-        self.ended = asyncio.Event()  # a replica was lost
+        self.ended = asyncio.Event()  # it is closed
         self._size, self._wait, self._bound = batch_size, max_wait, bound
         self._queue: asyncio.Queue[tuple[Job, asyncio.Future[list[int]]]] = asyncio.Queue()
         self._turn = asyncio.Lock()  # one replica collects at a time, so that batches fill before they spread
-        self._threads = ThreadPoolExecutor(len(replicas))
         self._tasks = [asyncio.create_task(self._serve(rank, replica)) for rank, replica in enumerate(replicas)]
 
     @property
@@ -66,59 +66,58 @@ class Batcher:
             raise Refused(429, f"the queue is full: {self.waiting} prompts wait and {self._bound} may; ask again later")
         self.accepted += len(jobs)
         futures = [asyncio.get_running_loop().create_future() for _ in jobs]
-        for job, future in zip(jobs, futures, strict=True):
-            self._queue.put_nowait((job, future))
-        found = await asyncio.gather(*futures, return_exceptions=True)
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
-        return found  # type: ignore[return-value]
+        for pair in zip(jobs, futures, strict=True):
+            self._queue.put_nowait(pair)
+        return await asyncio.gather(*futures)
 
     async def _serve(self, rank: int, replica: Replica) -> None:
-        while not self.ended.is_set():
+        while not self.lost:
             batch = await self._collect()
-            jobs, futures = [job for job, _ in batch], [future for _, future in batch]
+            answers: Sequence[list[int] | Refused]
             try:
-                found = await asyncio.get_running_loop().run_in_executor(self._threads, replica, jobs)
+                answers = await asyncio.to_thread(replica, [job for job, _ in batch])
+                self.served[rank] += len(batch)
             except ReplicaLost as loss:
+                self.lost = True
                 self.refuse(f"rank {rank} has ended: {loss}")
                 log.error("%s; what waits is answered 503, then the server exits", self.closed)
-                self.ended.set()
-                _fail(futures, Refused(503, self.closed))
+                answers = [Refused(503, self.closed)] * len(batch)
             except Exception as error:
                 log.exception("a batch of %d failed on rank %d", len(batch), rank)
-                _fail(futures, Refused(500, f"rank {rank} failed on this batch: {type(error).__name__}: {error}"))
-            else:
-                self.served[rank] += len(batch)
-                for future, tokens in zip(futures, found, strict=True):
-                    if not future.done():
-                        future.set_result(tokens)
+                answers = [Refused(500, f"rank {rank} failed on this batch: {type(error).__name__}: {error}")] * len(batch)
+            for (_, future), answer in zip(batch, answers, strict=True):
+                _settle(future, answer)
 
     async def _collect(self) -> list[tuple[Job, asyncio.Future[list[int]]]]:
         async with self._turn:
-            batch, loop = [await self._queue.get()], asyncio.get_running_loop()
-            until = loop.time() + self._wait
-            while len(batch) < self._size and not self.closed:
-                try:
-                    batch.append(await asyncio.wait_for(self._queue.get(), max(0.0, until - loop.time())))
-                except TimeoutError:
-                    break
+            batch = [await self._queue.get()]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._wait):
+                    while len(batch) < self._size:
+                        batch.append(await self._queue.get())
             return batch
+
+    def end(self, reason: str) -> None:
+        """Accept nothing from now on, for the first reason given; what was accepted is still answered."""
+        self.closed = self.closed or reason
+        self.ended.set()
 
     def refuse(self, reason: str) -> None:
         """Answer 503 to what waits and to what comes from now on."""
-        self.closed = reason
+        self.end(reason)
         while not self._queue.empty():
-            _fail([self._queue.get_nowait()[1]], Refused(503, reason))
+            _settle(self._queue.get_nowait()[1], Refused(503, reason))
 
     def close(self) -> None:
-        """End the tasks and threads; nothing may wait any more."""
+        """End the tasks; nothing may wait any more."""
         for task in self._tasks:
             task.cancel()
-        self._threads.shutdown(wait=False)
 
 
-def _fail(futures: Sequence[asyncio.Future[list[int]]], reason: Exception) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_exception(reason)
+def _settle(future: asyncio.Future[list[int]], answer: list[int] | Refused) -> None:
+    if future.done():  # who asked has gone
+        return
+    if isinstance(answer, Refused):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)

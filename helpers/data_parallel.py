@@ -62,8 +62,7 @@ def complete(model: PreTrainedModel, rows: Sequence[Sequence[int]], new_tokens: 
             )
     if not rows:
         return []
-    width, end = max(map(len, rows)), model.config.eos_token_id
-    ends = set(end) if isinstance(end, list) else {end}
+    width, ends = max(map(len, rows)), end_tokens(model)
     ids = torch.zeros(len(rows), width, dtype=torch.long, device=model.device)  # (B, T)
     mask = torch.zeros_like(ids)
     for place, row in enumerate(rows):
@@ -77,6 +76,12 @@ def complete(model: PreTrainedModel, rows: Sequence[Sequence[int]], new_tokens: 
         stop = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
         found.append(row[: min(stop, new)])
     return found
+
+
+def end_tokens(model: PreTrainedModel) -> set[int]:
+    """The ids that end a text."""
+    end = model.config.eos_token_id
+    return set(end) if isinstance(end, list) else {end}
 
 
 class WorkQueue:

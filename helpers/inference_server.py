@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import datetime
 import logging
 import os
@@ -37,6 +36,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from helpers import data_parallel, machine, models
 from helpers.batching import Answers, Batcher, Job, Refused, Replica, ReplicaLost
+from helpers.launching.processes import die_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +46,16 @@ LINGER = 1.0  # seconds in which a server that ends still answers, with 503
 DRAIN = 20.0  # seconds for what it has accepted; torchrun kills its ranks 30 seconds after the signal
 LONG = datetime.timedelta(days=365)  # a replica may wait so long for work
 log = logging.getLogger("inference_server")
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model_name": {"required": True, "help": "tiny-ernie, ernie-0.3b, owner/name, or a folder"},
+    "batch_size": {"type": int, "default": 16, "help": "prompts in one batch of one rank, at most"},
+    "max_length": {"type": int, "default": 2048, "help": "tokens of a prompt and its continuation, at most"},
+    "max_wait": {"type": float, "default": 0.01, "help": "seconds to wait for a batch to fill up"},
+    "queue": {"type": int, "default": 1024, "help": "prompts that may wait; more are refused with 429"},
+    "port": {"type": int, "default": 8000, "help": "on 127.0.0.1"},
+}
 
 
 class Completion(BaseModel, extra="forbid"):
@@ -135,11 +145,8 @@ def _parse(body: bytes) -> Completion:
 def _token_rows(prompt: str | list[int] | list[str] | list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if not prompt:
         raise Refused(422, "there is no prompt: give a text, a list of texts, or token ids")
-    if isinstance(prompt, str):
-        return [tokenizer(prompt).input_ids]
-    if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return [tokenizer(each).input_ids if isinstance(each, str) else each for each in prompt]  # type: ignore[misc]
+    rows: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt  # type: ignore[assignment]
+    return [tokenizer(row).input_ids if isinstance(row, str) else row for row in rows]
 
 
 def _check_job(job: Job, max_length: int, vocabulary: int) -> None:
@@ -159,14 +166,11 @@ async def serve(replicas: Sequence[Replica], options: argparse.Namespace, tokeni
     app = application(batcher, tokenizer, options.model_name, max_length=max_length, ends=ends)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=options.port, log_level="warning", access_log=False))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-    asked_to_end = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, asked_to_end.set)
+        asyncio.get_running_loop().add_signal_handler(number, batcher.end, "the server is ending")
 
     async def end() -> None:
-        waits = [asyncio.create_task(event.wait()) for event in (asked_to_end, batcher.ended)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        batcher.closed = batcher.closed or "the server is ending"
+        await batcher.ended.wait()
         await asyncio.sleep(LINGER)
         server.should_exit = True
         await asyncio.sleep(DRAIN)
@@ -177,7 +181,7 @@ async def serve(replicas: Sequence[Replica], options: argparse.Namespace, tokeni
     await server.serve()
     ending.cancel()
     batcher.close()
-    return 1 if batcher.ended.is_set() or not server.started else 0
+    return 1 if batcher.lost or not server.started else 0
 
 
 def remote(rank: int) -> Replica:
@@ -185,15 +189,14 @@ def remote(rank: int) -> Replica:
     import torch.distributed as dist
 
     def call(jobs: list[Job]) -> Answers:
-        box: list[Any] = [jobs]
         try:
-            dist.send_object_list(box, dst=rank)
-            dist.recv_object_list(box, src=rank)
+            dist.send_object_list([jobs], dst=rank)
+            found = _received(rank)
         except RuntimeError as error:
             raise ReplicaLost(str(error).splitlines()[0]) from None
-        if isinstance(box[0], str):
-            raise RuntimeError(box[0])
-        return box[0]
+        if isinstance(found, str):
+            raise RuntimeError(found)
+        return found
 
     return call
 
@@ -202,44 +205,47 @@ def follow(replica: Replica) -> int:
     """Answer the batches that rank 0 sends, until it sends None; the exit code, 1 where rank 0 has gone."""
     import torch.distributed as dist
 
-    while True:
-        box: list[Any] = [None]
-        try:
-            dist.recv_object_list(box, src=0)
-            if box[0] is None:
-                return 0
+    try:
+        while jobs := _received(0):
+            found: Answers | str
             try:
-                box = [replica(box[0])]
+                found = replica(jobs)
             except Exception as error:
                 log.exception("a batch failed")
-                box = [f"{type(error).__name__}: {error}"]
-            dist.send_object_list(box, dst=0)
-        except RuntimeError as error:
-            log.error("rank 0 has gone: %s", str(error).splitlines()[0])
-            return 1
+                found = f"{type(error).__name__}: {error}"
+            dist.send_object_list([found], dst=0)
+        return 0
+    except RuntimeError as error:
+        log.error("rank 0 has gone: %s", str(error).splitlines()[0])
+        return 1
+
+
+def _received(rank: int) -> Any:
+    import torch.distributed as dist
+
+    box: list[Any] = [None]
+    dist.recv_object_list(box, src=rank)
+    return box[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one rank; torchrun's variables say which. Returns the exit code."""
-    options = _options(arguments)
-    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    local, here = (int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    options = parse(arguments)
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local, here = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     logging.basicConfig(format=f"rank {rank}: %(message)s", stream=sys.stderr)
+    die_with(os.getppid())  # torchrun
     if rank:  # rank 0 decides when it is over
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    elif sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG: end with torchrun
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if sys.platform == "linux" else "lo0")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(max(1, machine.cores() // here))
-    where = machine.placement(here).device
-    model, tokenizer = models.load(
-        options.model_name, weights=options.weights, dtype=options.dtype, device=f"cuda:{local}" if where == "cuda" else "cpu"
-    )
+    device = f"cuda:{local}" if machine.placement(here).device == "cuda" else "cpu"
+    model, tokenizer = models.load(options.model_name, device=device)
     max_length = min(options.max_length, model.config.max_position_embeddings)
 
     def replica(jobs: list[Job]) -> Answers:
@@ -251,29 +257,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dist.barrier()
     if rank:
         return follow(replica)
-    end = model.config.eos_token_id
     replicas = [replica, *map(remote, range(1, ranks))]
-    code = asyncio.run(serve(replicas, options, tokenizer, max_length, set(end) if isinstance(end, list) else {end}))
+    code = asyncio.run(serve(replicas, options, tokenizer, max_length, data_parallel.end_tokens(model)))
     for other in range(1, ranks):
         with contextlib.suppress(RuntimeError):
             dist.send_object_list([None], dst=other)
     return code
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("inference_server", description=(__doc__ or "").split("\n")[0])
-
-    def add(name: str, **settings: Any) -> None:
-        parser.add_argument(f"--{name}", *{f"--{name.replace('_', '-')}"} - {f"--{name}"}, **settings)
-
-    add("model_name", required=True, help="tiny-ernie, ernie-0.3b, owner/name, or a folder")
-    add("batch_size", type=int, default=16, help="prompts in one batch of one rank, at most (default: %(default)s)")
-    add("max_length", type=int, default=2048, help="tokens of a prompt and its continuation, at most (default: %(default)s)")
-    add("max_wait", type=float, default=0.01, help="seconds to wait for a batch to fill up (default: %(default)s)")
-    add("queue", type=int, default=1024, help="prompts that may wait; more are refused with 429 (default: %(default)s)")
-    add("port", type=int, default=8000, help="on 127.0.0.1 (default: %(default)s)")
-    add("weights", choices=("pretrained", "random"), default="pretrained", help="random: the shape without its weights")
-    add("dtype", default=None, help="such as bfloat16 (default: as stored)")
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a command line (None: this process's), with dashes or underscores; what makes no sense ends the process."""
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser("inference_server", description=(__doc__ or "").split("\n")[0], formatter_class=formatter)
+    for name, settings in OPTIONS.items():
+        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
+        parser.add_argument(*sorted(spellings), dest=name, **settings)
     options = parser.parse_args(arguments)
     for name in ("batch_size", "max_length", "queue"):
         if getattr(options, name) < 1:

@@ -1,8 +1,14 @@
-"""A server as a process of its own: started, waited for until it answers, and ended with all that it started."""
+"""A server as a process of its own: started, waited for until it answers, and ended with all that it started.
+
+Between the server and the process that wants it, its owner, stands a guard: `python -m helpers.server_process`. It ends the
+server when it is asked to, and also when the owner is gone, in whatever way.
+"""
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,97 +21,52 @@ from contextlib import contextmanager, suppress
 import httpx
 import psutil
 
-_END_WITH_PARENT = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
-if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
-# Waits for its standard input to end. Where its owner was killed, nothing stood there: then it gives the server's process group
-# a while to end. Kills what is left of the group, Python's resource trackers last, since they free shared memory when all others
-# have ended. Removes the server's folder, and shared memory that is called after a file in it.
-_GUARD = """
-import glob, os, shutil, sys, time
-group, folder, grace = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-def ends_within(seconds):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            os.killpg(group, 0)
-        except OSError:
-            return True
-        time.sleep(0.1)
-if not ends_within(0.05 if sys.stdin.read() else grace):
-    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
-        try:
-            with open("/proc/" + pid + "/cmdline", "rb") as line:
-                if os.getpgid(int(pid)) == group and b"resource_tracker" not in line.read():
-                    os.kill(int(pid), 9)
-        except OSError:
-            pass
-    if not ends_within(3):
-        try:
-            os.killpg(group, 9)
-        except OSError:
-            pass
-for name in os.listdir(folder):
-    for left in glob.glob("/dev/shm/" + glob.escape(name) + "*") if len(name) > 30 else ():
-        os.remove(left)
-shutil.rmtree(folder, ignore_errors=True)
-"""
+from helpers.launching.processes import adopt_orphans, end_descendants
+
 GRACE = 40.0  # seconds to finish what was accepted; torchrun gives its ranks 30 of them
-HASTE = 5.0  # seconds to end before anything was accepted
+HASTE = 5.0  # seconds to end before anything was accepted, or when nobody waits for it any more
 
 
 class NotReady(RuntimeError):
-    """A server that did not come up. `log` is all it has printed."""
+    """A server that did not come up, for a `reason`. `log` is all it has printed."""
 
-    def __init__(self, message: str, log: str) -> None:
-        super().__init__(f"{message}:\n{log[-3000:]}")
-        self.log = log
+    def __init__(self, reason: str, log: str) -> None:
+        super().__init__(f"{reason}:\n{log[-3000:]}")
+        self.reason, self.log = reason, log
 
 
 class ServerProcess:
-    """A running server: `url`, `pid`, `log()`, and `returncode` once it has ended."""
+    """A server at `url`, and the process `pid` that all others of it are below; its output goes to `folder`/log."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, output: str) -> None:
-        self._process, self.url, self._output = process, url, output
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def __init__(self, command: Sequence[str], url: str, folder: str, env: Mapping[str, str]) -> None:
+        self.url, self._output, self._said = url, os.path.join(folder, "log"), ""
+        guard = [sys.executable, "-m", "helpers.server_process", str(os.getpid()), folder, *command]
+        with open(self._output, "wb") as output:
+            self._guard = subprocess.Popen(
+                guard, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
+            )
+        self.pid = self._guard.pid
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs."""
-        return self._process.poll()
+        """None while it runs; 128 + n where it was ended by signal n, as shells have it."""
+        return self._guard.poll()
 
     def log(self) -> str:
-        """All that it and its children have printed so far."""
-        with open(self._output, encoding="utf-8", errors="replace") as file:
-            return file.read()
+        """All that it and its children have printed so far; also when its folder is gone."""
+        with suppress(FileNotFoundError), open(self._output, encoding="utf-8", errors="replace") as file:
+            self._said = file.read()
+        return self._said
 
     def wait(self, seconds: float) -> int:
         """The exit code. Raises subprocess.TimeoutExpired when it still runs after `seconds`."""
-        return self._process.wait(seconds)
+        return self._guard.wait(seconds)
 
-    def stop(self, grace: float = GRACE) -> None:
-        """Ask it to finish what it accepted and to end; what is left after `grace` seconds is killed, children too."""
-        try:
-            children = psutil.Process(self.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            children = []
-        self._process.terminate()
-        try:
-            self._process.wait(grace)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for child in psutil.wait_procs(children, timeout=1)[1]:
-            with suppress(psutil.NoSuchProcess, ProcessLookupError):
-                if os.getpgid(child.pid) != self.pid:  # those of the server's own group end with it, see the guard
-                    child.kill()
+    def stop(self, asked: signal.Signals) -> None:
+        """End it: with SIGTERM it may finish what it has accepted (GRACE), with SIGINT it has HASTE; nothing is left."""
+        self._guard.send_signal(asked)
+        self._guard.wait()
+        self.log()
 
 
 @contextmanager
@@ -126,42 +87,30 @@ def started(
 
     Raises NotReady with the end of its log when it exits or does not answer within `timeout` seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="server-") as folder, open(os.path.join(folder, "log"), "wb") as output:
-        guarded = [sys.executable, "-c", _END_WITH_PARENT, str(os.getpid()), *command]
-        surroundings = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": folder, **(env or {})}  # torchrun leaves a folder behind
-        process = subprocess.Popen(
-            guarded, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=surroundings, start_new_session=True
-        )
-        server, grace = ServerProcess(process, url, output.name), HASTE
-        guard = subprocess.Popen(
-            [sys.executable, "-ISc", _GUARD, str(process.pid), folder, str(3 * HASTE)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+    with tempfile.TemporaryDirectory(prefix="server-") as folder:  # torchrun, for one, leaves a folder behind
+        server = ServerProcess(command, url, folder, {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": folder, **(env or {})})
+        asked = signal.SIGINT
         try:
             _wait_until_ready(server, path, timeout, watch)
-            grace = GRACE
+            asked = signal.SIGTERM
             yield server
         finally:
-            server.stop(grace)
-            guard.communicate(b"ended")
+            server.stop(asked)
 
 
 def _wait_until_ready(server: ServerProcess, path: str, timeout: float, watch: Callable[[ServerProcess], object] | None) -> None:
     deadline = time.monotonic() + timeout
     while True:
         if (code := server.returncode) is not None:
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            how = signal.Signals(code - 128).name if code > 128 else f"exit code {code}"
             raise NotReady(f"the server ended before it answered ({how})", server.log())
         if time.monotonic() > deadline:
             raise NotReady(f"the server did not answer within {timeout:g} s", server.log())
         if watch:
             watch(server)
-        try:
+        with suppress(httpx.TransportError):
             if httpx.get(server.url + path, timeout=2).status_code == 200:
                 return
-        except httpx.TransportError:
-            pass
         time.sleep(0.1)
 
 
@@ -170,3 +119,45 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def guard(owner: int, folder: str, command: Sequence[str]) -> int:
+    """Run `command` until it ends, this process gets a signal, or `owner`, its parent, is gone; then end what it has started.
+
+    Returns its exit code. Shared memory that is called after a file in `folder` goes too, and `folder` where the owner is gone.
+    """
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: asked.append(number))
+    adopt_orphans()
+    server = subprocess.Popen(command)
+    while server.poll() is None and not asked and os.getppid() == owner:
+        time.sleep(0.1)
+    family = _below()
+    server.terminate()
+    try:
+        server.wait(GRACE if signal.SIGTERM in asked else HASTE)
+    except subprocess.TimeoutExpired:
+        server.kill()
+    code = server.wait()
+    left = psutil.wait_procs(family | _below(), timeout=1)[1]
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            if "resource_tracker" not in " ".join(process.cmdline()):
+                process.kill()
+    psutil.wait_procs(left, timeout=3)  # Python's resource trackers free shared memory when all others have ended
+    end_descendants()
+    for name in (name for name in os.listdir(folder) if len(name) > 30):  # long enough to be nobody else's
+        for shared in glob.glob(f"/dev/shm/{glob.escape(name)}*"):
+            os.remove(shared)
+    if os.getppid() != owner:
+        shutil.rmtree(folder, ignore_errors=True)
+    return code if code >= 0 else 128 - code
+
+
+def _below() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+if __name__ == "__main__":
+    sys.exit(guard(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

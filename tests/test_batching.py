@@ -73,17 +73,17 @@ def test_replicas_work_at_the_same_time():
 
 
 def test_a_full_queue_refuses_and_takes_again_when_there_is_room():
-    release = threading.Event()
+    started, release = threading.Event(), threading.Event()
 
     def replica(batch):
+        started.set()
         assert release.wait(60)
         return echo(batch)
 
     async def work():
         batcher = Batcher([replica], batch_size=1, max_wait=0, bound=3)
         first = asyncio.create_task(batcher.answer(jobs(0)))
-        while not batcher._threads._threads:  # until the replica has taken it
-            await asyncio.sleep(0)
+        await asyncio.to_thread(started.wait, 60)  # the replica has taken it
         waiting = asyncio.create_task(batcher.answer(jobs(1, 2, 3)))
         await asyncio.sleep(0)
         assert batcher.waiting == 3

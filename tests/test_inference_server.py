@@ -141,8 +141,8 @@ def ranks_of(server):
     """The rank processes of a server, by rank."""
     found = {}
     for process in psutil.Process(server.pid).children(recursive=True):
-        if "inference_server" in " ".join(process.cmdline()):
-            found[int(process.environ()["RANK"])] = process
+        if "RANK" in (variables := process.environ()):
+            found[int(variables["RANK"])] = process
     return [found[rank] for rank in sorted(found)]
 
 

@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from helpers import serving
+from helpers import cluster, serving
 from helpers.serving import deployment
-from helpers.serving.deployment import TEMPLATES, fields, problems, render, templates
+from helpers.serving.deployment import TEMPLATES, problems, render, templates
 
 VALUES = {
     "name": "ernie", "model": "/models/ernie", "directory": "/srv/course", "user": "serving", "port": 8011, "devices": "0,1,2,3",
@@ -26,7 +26,7 @@ def without_vllm(monkeypatch):
 
 def test_there_is_a_unit_and_a_container_for_each_server_and_a_health_check():
     assert templates() == sorted(COURSE + VLLM)
-    assert {field for name in templates() for field in fields(name)} == set(VALUES)
+    assert {field for name in templates() for field in cluster.fields(name, TEMPLATES)} == set(VALUES)
 
 
 @pytest.mark.parametrize("name", templates())
@@ -79,7 +79,7 @@ def test_values_that_cannot_work_are_refused(name, values, says):
         ("vllm.service", "User=serving", "User={{user}}", "{{user}} was not filled in"),
         ("vllm.service", "User=serving\n", "", "[Service] has no User"),
         ("vllm.service", "[Install]", "[Instal]", "[Install] has no WantedBy"),
-        ("vllm.service", "Restart=on-failure", "Restart on failure", "not a line of a unit: Restart on failure"),
+        ("vllm.service", "Restart=on-failure", "Restart on failure", "Restart on failure"),
         ("vllm.service", "ExecStart=/srv/course/.venv/bin/python", "ExecStart=python", "whole path of a program: python"),
         ("vllm.service", "=0,1,2,3", "=0,1", "2 GPUs are given to 4 ranks"),
         ("vllm.service", "=0,1,2,3", "=0,1,2,2", "3 GPUs are given to 4 ranks"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +12,17 @@ from typing import Any
 import psutil
 
 from helpers import machine, model_files, models
-from helpers.predict import Layout, Workload, kv_bytes_per_token, memory
-from helpers.predict.architecture import Architecture, architecture
+from helpers.predict import Architecture, Layout, Workload, architecture, kv_bytes_per_token, memory
 from helpers.serving.settings import BIND, GIB, Settings, on_cpu
 
 PADDING = 64  # vLLM pads the vocabulary to a multiple of it before it is divided among ranks
 BLOCK = {"cpu": 128, "cuda": 16}  # tokens in a block of the KV cache
 PROCESS = 0.5  # GiB of each process besides weights, cache and activations: the ranks, a scheduler a replica, the server
-LONGEST_FOLDER = 54  # characters: a socket's path has 107, of which the server's own folder and vLLM's names take 53
 UTILIZATION = 0.92  # share of a GPU's memory that vLLM takes where it is not told
+_ABOVE_ZERO = (
+    "tensor_parallel", "replicas", "max_num_batched_tokens", "max_model_len", "max_num_seqs", "kv_cache_gib",
+    "gpu_memory_utilization",
+)  # fmt: skip
 
 
 def check(model_or_config: Any = None, tensor_parallel: int = 1, **settings: Any) -> list[str]:
@@ -30,26 +31,19 @@ def check(model_or_config: Any = None, tensor_parallel: int = 1, **settings: Any
     `model_or_config` is a name, a folder or a config; None is the notebooks' default model. Takes a second or less.
     Raises TypeError for a setting that does not exist.
     """
-    chosen = Settings(tensor_parallel=tensor_parallel, **settings)
-    given = isinstance(model_or_config, str | os.PathLike) or model_or_config is None
-    name = (os.fspath(model_or_config) if model_or_config else models.default_name()) if given else ""
-    config = config_of(name) if given else model_or_config
-    config = SimpleNamespace(**config) if isinstance(config, Mapping) else config
-    numbers = ("tensor_parallel", "replicas", "max_num_batched_tokens", "max_model_len", "max_num_seqs", "kv_cache_gib")
-    found = [
-        f"{each} is {value!r}; it must be above 0"
-        for each in numbers
-        if (value := getattr(chosen, each)) is not None and not value > 0
-    ]
-    if found:
-        return found
-    found = [*_context(config, chosen), *_steps(chosen), *_folder(), *(_cores(chosen) if on_cpu() else _gpus(chosen))]
+    chosen, config = Settings(tensor_parallel=tensor_parallel, **settings), config_of(model_or_config)
+    given = {name: getattr(chosen, name) for name in _ABOVE_ZERO}
+    if wrong := {name: value for name, value in given.items() if value is not None and value <= 0}:
+        return [f"{name} is {value!r}; it must be above 0" for name, value in wrong.items()]
+    found = [*_lengths(config, chosen), *(_cores(chosen) if on_cpu() else _gpus(chosen))]
     try:
         shape = architecture(config)
     except ValueError:  # of a design that is not covered here: vLLM judges it
         return found
-    problems = _division(shape, chosen.tensor_parallel)
-    return [*problems, *found, *([] if problems else _room(shape, config, chosen))]
+    if divided := _indivisible(shape, tensor_parallel):
+        fitting = [str(degree) for degree in range(1, shape.heads + 1) if not _indivisible(shape, degree)]
+        return [*(f"{each}; this model can have tensor_parallel {', '.join(fitting)}" for each in divided), *found]
+    return [*found, *_cache(shape, config, chosen), *_memory(shape, config, chosen)]
 
 
 def kv_cache_tokens(config: Any, gib: float, precision: str = "bf16", block_size: int | None = None, tp: int = 1) -> int:
@@ -57,7 +51,7 @@ def kv_cache_tokens(config: Any, gib: float, precision: str = "bf16", block_size
 
     vLLM's log gives the same number where max_model_len is a multiple of the block size.
     """
-    block = block_size or BLOCK["cpu" if on_cpu() else "cuda"]
+    block = block_size or _block()
     return int(gib * GIB // (block * kv_bytes_per_token(config, precision=precision, tp=tp))) * block
 
 
@@ -68,11 +62,9 @@ def kv_cache_bytes(config: Any, settings: Settings) -> int | None:
     if not on_cpu() or settings.gpu_memory_utilization is not None:
         return None
     try:
-        each = kv_bytes_per_token(config, precision=precision(config, settings.dtype), tp=settings.tensor_parallel)
+        return max(GIB, _longest_request(config, config, settings)[1])
     except ValueError:
         return GIB
-    longest = settings.max_model_len or int(getattr(config, "max_position_embeddings", 0))
-    return max(GIB, each * _whole_blocks(longest))
 
 
 def precision(config: Any, dtype: str) -> str:
@@ -83,72 +75,60 @@ def precision(config: Any, dtype: str) -> str:
     return {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16"}.get(dtype, "bf16")
 
 
-def _division(shape: Architecture, tp: int) -> list[str]:
-    """Sizes that `tp` ranks cannot share."""
-    fitting = [degree for degree in range(1, shape.heads + 1) if not _indivisible(shape, degree)]
-    return [f"{each}; this model can have tensor_parallel {', '.join(map(str, fitting))}" for each in _indivisible(shape, tp)]
+def config_of(model: Any) -> Any:
+    """A model's config as its file has it, since transformers takes seconds to be imported; a config is its own."""
+    if not isinstance(model, str | os.PathLike | None):
+        return SimpleNamespace(**model) if isinstance(model, Mapping) else model
+    name = os.fspath(model or models.default_name())
+    if name == model_files.ERNIE and not model_files.at_hand(model_files.HUB_IDS[name]):
+        return models.config(name)
+    file = model_files.find(name, complete=False) / "config.json"
+    return SimpleNamespace(**json.loads(file.read_text(encoding="utf-8")))
 
 
 def _indivisible(shape: Architecture, tp: int) -> list[str]:
-    found = []
-    if shape.heads % tp:
-        found.append(f"{shape.heads} attention heads cannot be divided among tensor_parallel={tp} ranks")
+    """Sizes that `tp` ranks cannot share."""
+    padded = _up(shape.vocabulary, PADDING)
+    sizes = {
+        f"{shape.heads} attention heads": shape.heads,
+        f"a vocabulary of {shape.vocabulary:,} (padded to {padded:,})": padded,
+        f"an MLP width of {shape.intermediate:,}": shape.intermediate,
+    }
+    found = [f"{what} cannot be divided among tensor_parallel={tp} ranks" for what, size in sizes.items() if size % tp]
     if max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
         what = "divided among" if shape.kv_heads > tp else "repeated evenly on"
         found.append(f"{shape.kv_heads} KV heads cannot be {what} tensor_parallel={tp} ranks")
-    padded = _up(shape.vocabulary, PADDING)
-    if padded % tp:
-        found.append(
-            f"a vocabulary of {shape.vocabulary:,} (padded to {padded:,}) cannot be divided among tensor_parallel={tp} ranks"
-        )
-    if shape.intermediate % tp:
-        found.append(f"an MLP width of {shape.intermediate:,} cannot be divided among tensor_parallel={tp} ranks")
     return found
 
 
-def _context(config: Any, settings: Settings) -> list[str]:
-    most = getattr(config, "max_position_embeddings", None)
-    if settings.max_model_len and most and settings.max_model_len > most:
-        return [f"max_model_len is {settings.max_model_len:,}, and the model was made for {most:,} positions; at most that"]
-    return []
-
-
-def _steps(settings: Settings) -> list[str]:
-    if settings.max_num_batched_tokens is None:
-        return []
+def _lengths(config: Any, settings: Settings) -> list[str]:
+    """A request against the model's positions, a step against its requests."""
+    found = []
+    longest, positions = settings.max_model_len or 0, _positions(config)
+    if positions and longest > positions:
+        found.append(f"max_model_len is {longest:,}, and the model was made for {positions:,} positions; at most that")
+    tokens = settings.max_num_batched_tokens
     sequences = settings.max_num_seqs or (128 * settings.tensor_parallel if on_cpu() else 256)  # vLLM's own choice, at least
-    if settings.max_num_batched_tokens >= sequences:
-        return []
-    return [
-        f"max_num_batched_tokens is {settings.max_num_batched_tokens:,}, less than a token for each of {sequences:,} requests "
-        f"in a step; give max_num_seqs={settings.max_num_batched_tokens} or fewer too"
-    ]
-
-
-def _folder() -> list[str]:
-    """Whether the sockets through which vLLM's processes talk can have a path in the folder for temporary files."""
-    folder = tempfile.gettempdir()
-    if len(folder) <= LONGEST_FOLDER:
-        return []
-    return [
-        f"the folder for temporary files, {folder}, has a path of {len(folder)} characters; vLLM's sockets below it leave "
-        f"room for {LONGEST_FOLDER}; right: TMPDIR=/tmp before Python starts"
-    ]
+    if tokens and tokens < sequences:
+        found.append(
+            f"max_num_batched_tokens is {tokens:,}, less than a token for each of {sequences:,} requests "
+            f"in a step; give max_num_seqs={tokens} or fewer too"
+        )
+    return found
 
 
 def _cores(settings: Settings) -> list[str]:
     """Whether VLLM_CPU_OMP_THREADS_BIND, where somebody set it, names cores that exist, for as many ranks as there are."""
-    text = (settings.env or {}).get(BIND, os.environ.get(BIND))
+    text = (settings.env or {}).get(BIND, os.environ.get(BIND, "auto"))
     right = 'leave it unset, or give one list for each rank, such as "0|1"'
-    if text is None or text == "nobind":
+    if text in ("nobind", "auto"):
         return []
-    if text == "auto":
-        nodes = _numa_nodes()
-        short = settings.tensor_parallel > nodes
-        return [f'{BIND}="auto" gives each rank a NUMA node: {settings.tensor_parallel} ranks, {nodes} nodes; {right}'] * short
     lists, existing = text.split("|"), os.sched_getaffinity(0)
+    cores: set[int] = set()
     try:
-        cores = {core for each in lists for part in each.split(",") for core in _range(part)}
+        for part in ",".join(lists).split(","):
+            first, _, last = part.partition("-")
+            cores |= set(range(int(first), int(last or first) + 1))
     except ValueError:
         return [f"{BIND} is {text!r}, which is no list of cores; {right}"]
     found = []
@@ -160,18 +140,6 @@ def _cores(settings: Settings) -> list[str]:
     return found
 
 
-def _range(part: str) -> range:
-    first, _, last = part.partition("-")
-    return range(int(first), int(last or first) + 1)
-
-
-def _numa_nodes() -> int:
-    try:
-        return sum(each.startswith("node") and each[4:].isdigit() for each in os.listdir("/sys/devices/system/node")) or 1
-    except OSError:
-        return 1
-
-
 def _gpus(settings: Settings) -> list[str]:
     seen = len(machine.gpus())
     if settings.ranks <= seen:
@@ -179,42 +147,45 @@ def _gpus(settings: Settings) -> list[str]:
     return [f"{settings.tensor_parallel} × {settings.replicas} ranks need a GPU each, and {seen} may be used here"]
 
 
-def _room(shape: Architecture, config: Any, settings: Settings) -> list[str]:
-    """One request of the longest length against the cache, and all that is asked for against what is free."""
-    kind = precision(config, settings.dtype)
+def _cache(shape: Architecture, config: Any, settings: Settings) -> list[str]:
+    """One request of the longest length against the cache."""
     asked = kv_cache_bytes(config, settings)
-    longest = settings.max_model_len or int(getattr(config, "max_position_embeddings", 0))
+    tokens, needed = _longest_request(shape, config, settings)
+    if asked is None or needed <= asked:
+        return []
+    fits = kv_cache_tokens(shape, asked / GIB, precision(config, settings.dtype), tp=settings.tensor_parallel)
+    return [
+        f"max_model_len of {tokens:,} tokens needs {needed / GIB:.3g} GiB of KV cache on each rank, and {asked / GIB:.3g} GiB "
+        f"hold {fits:,} tokens; right: max_model_len={fits} at most, or kv_cache_gib={math.ceil(needed / GIB * 1000) / 1000:g}"
+    ]
+
+
+def _memory(shape: Architecture, config: Any, settings: Settings) -> list[str]:
+    """All that is asked for against what is free."""
     sequences, batched = settings.max_num_seqs or 128, settings.max_num_batched_tokens or 2048
+    kind = precision(config, settings.dtype)
     workload = Workload(min(sequences, batched), 1, training=False, precision=kind, batched_tokens=batched, implementation="vllm")
-    rank = memory(shape, workload, Layout(tp=settings.tensor_parallel)).peak
-    found = []
-    if asked is not None:
-        fits = kv_cache_tokens(shape, asked / GIB, kind, tp=settings.tensor_parallel)
-        if _whole_blocks(longest) > fits:
-            need = _whole_blocks(longest) * kv_bytes_per_token(shape, precision=kind, tp=settings.tensor_parallel) / GIB
-            found.append(
-                f"max_model_len of {longest:,} tokens needs {need:.3g} GiB of KV cache on each rank, and {asked / GIB:.3g} GiB "
-                f"hold {fits:,} tokens; right: max_model_len={fits} at most, or kv_cache_gib={math.ceil(need * 1000) / 1000:g}"
-            )
+    held = memory(shape, workload, Layout(tp=settings.tensor_parallel)).peak
+    asked, ranks = kv_cache_bytes(config, settings), settings.ranks
+    free, whole = _cpu_memory() if on_cpu() else _gpu_memory(ranks)
+    each = whole * (settings.gpu_memory_utilization or UTILIZATION) if asked is None else asked + held
+    total, where = each, "on the fullest GPU"
     if on_cpu():
-        free = min(psutil.virtual_memory().available, machine.memory())
-        share = settings.gpu_memory_utilization
-        each = asked + rank if asked is not None else machine.memory() * (UTILIZATION if share is None else share)
-        total, where = settings.ranks * each + (settings.ranks + settings.replicas + 1) * PROCESS * GIB, "in memory"
-    else:
-        free, whole = _gpu_memory(settings.ranks)
-        share = settings.gpu_memory_utilization or UTILIZATION
-        each = asked + rank if asked is not None else whole * share
-        total, where = each, "on the fullest GPU"
+        total, where = ranks * each + (ranks + settings.replicas + 1) * PROCESS * GIB, "in memory"
     if total > free:
-        found.append(
-            f"{settings.ranks} {'rank' if settings.ranks == 1 else 'ranks'} would take {total / GIB:.1f} GiB ("
-            f"{rank / GIB:.2g} GiB of weights and activations each, the KV cache, the processes), and {free / GIB:.1f} GiB are "
+        return [
+            f"{ranks} {'rank' if ranks == 1 else 'ranks'} would take {total / GIB:.1f} GiB ("
+            f"{held / GIB:.2g} GiB of weights and activations each, the KV cache, the processes), and {free / GIB:.1f} GiB are "
             f"free {where}; right: a smaller kv_cache_gib, gpu_memory_utilization or model, fewer ranks, or less else in memory"
-        )
-    elif asked is None and rank > each:
-        found.append(f"weights and activations take {rank / GIB:.2f} GiB of each rank's {each / GIB:.2f} GiB; no cache is left")
-    return found
+        ]
+    if held > each:
+        return [f"weights and activations take {held / GIB:.2f} GiB of each rank's {each / GIB:.2f} GiB; no cache is left"]
+    return []
+
+
+def _cpu_memory() -> tuple[int, int]:
+    """Bytes free and bytes in all."""
+    return min(psutil.virtual_memory().available, machine.memory()), machine.memory()
 
 
 def _gpu_memory(count: int) -> tuple[int, int]:
@@ -229,17 +200,19 @@ def _gpu_memory(count: int) -> tuple[int, int]:
     return min((info.free for info in infos), default=0), min((info.total for info in infos), default=0)
 
 
+def _longest_request(shape: Any, config: Any, settings: Settings) -> tuple[int, int]:
+    """Tokens of the longest request, and the bytes that its whole blocks take in the KV cache of a rank."""
+    tokens, kind = settings.max_model_len or _positions(config), precision(config, settings.dtype)
+    return tokens, _up(tokens, _block()) * kv_bytes_per_token(shape, precision=kind, tp=settings.tensor_parallel)
+
+
+def _positions(config: Any) -> int:
+    return int(getattr(config, "max_position_embeddings", 0))
+
+
+def _block() -> int:
+    return BLOCK["cpu" if on_cpu() else "cuda"]
+
+
 def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def _whole_blocks(tokens: int) -> int:
-    return _up(tokens, BLOCK["cpu" if on_cpu() else "cuda"])
-
-
-def config_of(name: str) -> Any:
-    """A model's config as its file has it, since transformers takes seconds to be imported."""
-    if name == model_files.ERNIE and not model_files.at_hand(model_files.HUB_IDS[name]):
-        return models.config(name)
-    file = model_files.find(name, complete=False) / "config.json"
-    return SimpleNamespace(**json.loads(file.read_text(encoding="utf-8")))

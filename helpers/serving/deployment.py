@@ -7,10 +7,11 @@ and that devices, ranks and ports agree.
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import io
+import math
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -21,26 +22,22 @@ from typing import Any
 from helpers import cluster
 from helpers.serving.settings import available
 
-__all__ = ["fields", "problems", "render", "templates"]
+__all__ = ["problems", "render", "templates"]
 
 TEMPLATES = cluster.TEMPLATES.with_name("serving")
+VLLM, COURSE = "vllm.entrypoints.openai.api_server", "torch.distributed.run"
 _PARSE = (  # vLLM's own parser, in a process of its own: importing it takes long and changes the process
     "import sys; from vllm.entrypoints.launchers.cli_args import make_arg_parser; "
     "from vllm.utils.argparse_utils import FlexibleArgumentParser; "
     "make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])"
 )
-_SECTIONS = {"Unit": {"Description"}, "Service": {"ExecStart", "User", "WorkingDirectory"}, "Install": {"WantedBy"}}
-_SERVERS = ("vllm.entrypoints.openai.api_server", "torch.distributed.run")
+_NEEDED = ("Unit Description", "Service ExecStart", "Service User", "Service WorkingDirectory", "Install WantedBy")
+_ELSEWHERE = ("is not executable", "Failed to resolve user", "Unit checked.service")  # true of the machine it is for
 
 
 def templates() -> list[str]:
     """The names of the templates."""
     return cluster.templates(TEMPLATES)
-
-
-def fields(name: str) -> list[str]:
-    """What a template asks for. Raises ValueError for one that does not exist."""
-    return cluster.fields(name, TEMPLATES)
 
 
 def render(name: str, /, **values: Any) -> str:
@@ -58,42 +55,27 @@ def problems(*texts: str) -> list[str]:
     """
     found, ports = [], set()
     for text in texts:
-        found += cluster.unfilled(text)
-        found += cluster.bash_problems(text) if text.startswith("#!") else _unit(text)
+        joined = re.sub(r"\\\n\s*", "", text)
+        found += [*cluster.unfilled(text), *(cluster.bash_problems(text) if text.startswith("#!") else _unit(text, joined))]
         ports |= set(re.findall(r"(?:--port |127\.0\.0\.1:)(\d+)", text))
-        try:
-            words = _words(text)
-        except ValueError as error:
-            found.append(str(error))
-            continue
-        found += _command(words, text) if words else []
+        if start := re.search(r"^(?:ExecStart=|exec )(.*)", joined, re.MULTILINE):
+            found += _command(start[1], text)
     if len(ports) > 1:
         found.append(f"different ports: {', '.join(sorted(ports))}")
     return found
 
 
-def _words(text: str) -> list[str]:
-    """The module that a template starts and its arguments; nothing where it starts no server."""
-    lines = re.sub(r"\\\n\s*", "", text).splitlines()
-    starts = [line for line in lines if line.startswith(("ExecStart=", "exec "))]
-    if not starts:
-        return []
-    words = shlex.split(starts[0].partition("=")[2] if starts[0].startswith("ExecStart") else starts[0])
-    if "-m" not in words or words[words.index("-m") + 1] not in _SERVERS:
-        raise ValueError(f"the command starts neither of {', '.join(_SERVERS)}: {starts[0]}")
-    return words[words.index("-m") + 1 :]
-
-
-def _command(words: list[str], text: str) -> list[str]:
-    """What is wrong with the flags, alone and beside the devices."""
-    module, arguments = words[0], words[1:]
-    if module == _SERVERS[0]:
+def _command(line: str, text: str) -> list[str]:
+    """What is wrong with the flags of a server, alone and beside the devices."""
+    _, _, after = line.partition(" -m ")
+    module, *arguments = after.split() or [""]
+    if module == VLLM:
         if not available():
             done = subprocess.run([sys.executable, "-c", _PARSE, *arguments], capture_output=True, text=True)
             if done.returncode:
                 return [f"vLLM does not take this: {(done.stderr.strip().splitlines() or ['(it says nothing)'])[-1]}"]
-        ranks = _value(arguments, "--tensor-parallel-size") * _value(arguments, "--data-parallel-size")
-    else:
+        ranks = math.prod(map(int, re.findall(r"--(?:tensor|data)-parallel-size (\d+)", line)))
+    elif module == COURSE:
         from torch.distributed.run import get_args_parser
 
         from helpers import inference_server
@@ -102,44 +84,39 @@ def _command(words: list[str], text: str) -> list[str]:
         try:
             with contextlib.redirect_stderr(said):
                 asked = get_args_parser().parse_args(arguments)
-                inference_server._options(asked.training_script_args)
+                inference_server.parse(asked.training_script_args)
         except SystemExit:
             return [f"the command line is not taken: {said.getvalue().strip().splitlines()[-1]}"]
         ranks = int(asked.nproc_per_node)
+    else:
+        return [f"the command starts neither of {VLLM}, {COURSE}: {line}"]
     devices = re.search(r"(?:CUDA_VISIBLE_DEVICES=|\"device=)([\d,]+)", text)
     count = len(set(devices[1].split(","))) if devices else 0
     return [] if count == ranks else [f"{count} GPUs are given to {ranks} ranks; each needs one of its own"]
 
 
-def _value(arguments: list[str], flag: str) -> int:
-    return int(arguments[arguments.index(flag) + 1]) if flag in arguments else 1
-
-
-def _unit(text: str) -> list[str]:
-    """What is wrong with a systemd unit as such."""
-    section, keys, found = "", {name: set[str]() for name in _SECTIONS}, []
-    for line in re.sub(r"\\\n\s*", "", text).splitlines():
-        if match := re.fullmatch(r"\[(\w+)\]", line):
-            section = match[1]
-        elif line and not line.startswith(("#", ";")):
-            key, sign, value = line.partition("=")
-            if not sign or section not in keys:
-                found.append(f"not a line of a unit: {line}")
-            else:
-                keys[section].add(key)
-                if key == "ExecStart" and not value.startswith("/"):
-                    found.append(f"ExecStart must begin with the whole path of a program: {value.split()[0]}")
-    found += [f"[{name}] has no {key}" for name, wanted in _SECTIONS.items() for key in sorted(wanted - keys[name])]
+def _unit(text: str, joined: str) -> list[str]:
+    """What is wrong with a systemd unit as such; `joined` has each of its lines whole."""
+    unit = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=", comment_prefixes=("#", ";"))
+    unit.optionxform = str  # type: ignore[assignment, method-assign]  (keys keep their capitals)
+    try:
+        unit.read_string(joined)
+    except configparser.Error as error:
+        return [f"no unit of systemd: {' '.join(str(error).split())}"]
+    found = [f"[{section}] has no {key}" for section, key in map(str.split, _NEEDED) if not unit.has_option(section, key)]
+    program = unit.get("Service", "ExecStart", fallback="/").split()[0]
+    if not program.startswith("/"):
+        found.append(f"ExecStart must begin with the whole path of a program: {program}")
     if found or not shutil.which("systemd-analyze"):
         return found
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "checked.service"
         file.write_text(text, encoding="utf-8")
         done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(file)], capture_output=True, text=True)
-    lines = [line for line in done.stderr.splitlines() if "checked.service" in line]
-    elsewhere = ("is not executable", "Failed to resolve user", "Unit checked.service")  # true of the machine it is for
-    return [
-        f"systemd: {line.partition('checked.service')[2].lstrip(':')}"
-        for line in lines
-        if not any(each in line for each in elsewhere)
-    ]
+    said = [line.partition("checked.service")[2].lstrip(":") for line in done.stderr.splitlines() if _is_about(line)]
+    return [f"systemd: {each}" for each in said]
+
+
+def _is_about(line: str) -> bool:
+    """Whether a line of systemd's is about the unit, and not about the machine on which it is looked at."""
+    return "checked.service" in line and not any(each in line for each in _ELSEWHERE)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx
 
-from helpers import machine, model_files, models
+from helpers import machine, models
 from helpers.server_process import NotReady, ServerProcess, free_port, started
 from helpers.serving import checking, reading
 from helpers.serving.settings import Settings, available, command, on_cpu, shell
@@ -25,8 +26,8 @@ _COUNT = re.compile(r"^vllm:num_requests_(running|waiting)\{[^}]*\} ([\d.e+]+)$"
 class ServingFailed(RuntimeError):
     """vLLM did not come up or has ended; the message says of what. `log` is all it has printed."""
 
-    def __init__(self, message: str, log: str) -> None:
-        super().__init__(message)
+    def __init__(self, what: str, log: str) -> None:
+        super().__init__(f"{what}: {reading.explain(log)}")
         self.log = log
 
 
@@ -40,33 +41,29 @@ class Server:
     def __init__(self, process: ServerProcess, model: str, line: str, started_seconds: float) -> None:
         self._process, self.url, self.model, self.command, self.pid = process, process.url, model, line, process.pid
         self.facts = reading.facts(process.log(), started_seconds)
-        self._client = httpx.Client(base_url=self.url, timeout=300, trust_env=False)
         self._samples: list[tuple[float, int, int]] = []
-        self._ended, self._last = threading.Event(), ""
+        self._ended = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         self._sampler.start()
 
     @property
     def log(self) -> str:
         """All that the server has printed so far."""
-        return self._last or self._process.log()
+        return self._process.log()
 
     def batches(self) -> list[tuple[float, int, int]]:
         """(time.time(), requests in the batch, requests that wait), over all replicas, up to five times a second so far."""
         return list(self._samples)
 
-    def complete(
-        self, prompt_token_ids: Sequence[Sequence[int]], max_tokens: int = 16, logprobs: int | None = None
-    ) -> list[list[int]] | tuple[list[list[int]], list[list[float]]]:
+    def complete(self, prompt_token_ids: Sequence[Sequence[int]], max_tokens: int = 16) -> list[list[int]]:
         """Return the greedy continuation of each prompt, as token ids, the one that ends a text included.
 
-        With logprobs=2 (or more) also, for each token, by how many nats it was likelier than the second best.
         Raises ValueError for what the server refuses, ServingFailed where it has ended or ends meanwhile.
         """
-        body: dict[str, Any] = {"model": self.model, "prompt": [list(ids) for ids in prompt_token_ids], "temperature": 0}
-        body |= {"max_tokens": max_tokens, "return_token_ids": True} | ({"logprobs": logprobs} if logprobs else {})
+        body = {"model": self.model, "prompt": [list(ids) for ids in prompt_token_ids], "temperature": 0}
+        body |= {"max_tokens": max_tokens, "return_token_ids": True}
         try:
-            answer = self._client.post("/v1/completions", json=body)
+            answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300, trust_env=False)
         except httpx.TransportError as error:
             raise self._failure(f"no answer ({error})") from None
         if answer.status_code >= 500:
@@ -74,38 +71,28 @@ class Server:
         if answer.status_code != 200:
             raise ValueError(f"the server refuses (HTTP {answer.status_code}): {answer.json()['error']['message']}")
         choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-        tokens = [choice["token_ids"] for choice in choices]
-        if not logprobs:
-            return tokens
-        return tokens, [[_margin(top) for top in choice["logprobs"]["top_logprobs"]] for choice in choices]
+        return [choice["token_ids"] for choice in choices]
 
     def _failure(self, what: str) -> ServingFailed:
-        until = time.monotonic() + DYING
-        while self._process.returncode is None and time.monotonic() < until:
-            time.sleep(0.1)
-        log = self.log
-        return ServingFailed(f"{what}: {reading.explain(log)}", log)
+        with suppress(subprocess.TimeoutExpired):  # so that its log is whole
+            self._process.wait(DYING)
+        return ServingFailed(what, self.log)
 
     def _sample(self) -> None:
         with httpx.Client(base_url=self.url, timeout=10, trust_env=False) as client:
-            took = 0.0
-            while not self._ended.wait(max(SAMPLED, 9 * took)):  # at most a tenth of the server's time
-                begin = time.monotonic()
-                try:
-                    page = client.get("/metrics").text
-                except httpx.TransportError:
-                    continue
-                counts = {"running": 0, "waiting": 0}
-                for which, count in _COUNT.findall(page):
-                    counts[which] += int(float(count))
-                self._samples.append((time.time(), counts["running"], counts["waiting"]))
-                took = time.monotonic() - begin
+            pause = SAMPLED
+            while not self._ended.wait(pause):
+                with suppress(httpx.TransportError):
+                    page = client.get("/metrics")
+                    counts = {"running": 0, "waiting": 0}
+                    for which, count in _COUNT.findall(page.text):
+                        counts[which] += int(float(count))
+                    self._samples.append((time.time(), counts["running"], counts["waiting"]))
+                    pause = max(SAMPLED, 9 * page.elapsed.total_seconds())  # at most a tenth of the server's time
 
     def _close(self) -> None:
         self._ended.set()
         self._sampler.join()
-        self._client.close()
-        self._last = self._process.log()
 
 
 @contextmanager
@@ -125,9 +112,8 @@ def serve(
     if problems := checking.check(name, tensor_parallel, **settings):
         raise ValueError("\n".join(["vLLM would not run so:", *(f"  {problem}" for problem in problems)]))
     config, port = checking.config_of(name), free_port()
-    place = model_files.find(name, complete="dummy" not in chosen.extra)  # --load-format dummy: random weights
     flags = chosen.flags(checking.kv_cache_bytes(config, chosen), checking.precision(config, chosen.dtype))
-    words, variables = command(place, name, port, flags), chosen.variables()
+    words, variables = command(models.folder(name), name, port, flags), chosen.variables()
     line = shell(words, variables)
     crowded = on_cpu() and chosen.ranks > machine.cores()
     note = f"\n{chosen.ranks} ranks on {machine.cores()} cores: timings oversubscribed" if crowded else ""
@@ -137,16 +123,12 @@ def serve(
         try:
             process = stack.enter_context(started([sys.executable, *words], url, timeout=timeout, env=variables, watch=progress))
         except NotReady as failure:
-            progress.end("failed")
-            late = "it ended" if time.monotonic() - begin < timeout else f"it did not answer within {timeout:g} s"
-            raise ServingFailed(f"vLLM did not come up, {late}: {reading.explain(failure.log)}", failure.log) from None
-        except BaseException:
-            progress.end("stopped")
-            raise
+            progress.say(" failed\n")
+            raise ServingFailed(f"vLLM did not come up, {failure.reason}", failure.log) from None
         seconds = time.monotonic() - begin
+        progress.say(f" ready after {seconds:.1f} s\n")
         server = Server(process, name, line, seconds)
         stack.callback(server._close)
-        progress.end(f"ready after {seconds:.1f} s")
         yield server
 
 
@@ -155,29 +137,18 @@ class _Progress:
 
     def __init__(self, line: str, show: bool) -> None:
         self._show, self._warming, self._dying = show, False, 0.0
-        self._next = time.monotonic()
-        self._say(f"{line}\nloading …")
+        self.say(f"{line}\nloading …")
 
     def __call__(self, process: ServerProcess) -> None:
-        if time.monotonic() < self._next:
-            return
-        self._next, log = time.monotonic() + 0.5, process.log()
-        if not self._warming and reading.is_warming_up(log):
+        log = process.log()
+        if not self._warming and reading.says(log, "warming_up"):
             self._warming = True
-            self._say(" warming up …")
-        if reading.is_dying(log):
+            self.say(" warming up …")
+        if reading.says(log, "fatal"):
             self._dying = self._dying or time.monotonic()
             if time.monotonic() - self._dying > DYING:
                 raise NotReady("the engine failed and the server stayed", log)
 
-    def end(self, how: str) -> None:
-        self._say(f" {how}\n")
-
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         if self._show:
             print(text, end="", flush=True)
-
-
-def _margin(top: dict[str, float] | None) -> float:
-    best = sorted((top or {}).values(), reverse=True)
-    return best[0] - best[1] if len(best) > 1 else float("inf")

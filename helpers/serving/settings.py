@@ -78,9 +78,11 @@ class Settings:
         }
         if self.compile:
             found["VLLM_DISABLE_COMPILE_CACHE"] = "1"  # each start compiles anew, so that its time means something
-        if on_cpu() and BIND not in os.environ:
+        if on_cpu():
             lists = binding(self.ranks)
-            found |= {BIND: "|".join(lists), "OMP_NUM_THREADS": str(max(1, len(lists[0].split(","))))}
+            found |= {BIND: "|".join(lists), "OMP_NUM_THREADS": str(len(lists[0].split(",")))}
+            if (given := os.environ.get(BIND, "auto")) != "auto":  # vLLM's "auto" fails where ranks outnumber NUMA nodes
+                found[BIND] = given
         return found | dict(self.env or {})
 
 
@@ -98,8 +100,7 @@ def binding(ranks: int, cores: Sequence[int] | None = None) -> list[str]:
 
 def command(place: Path, name: str, port: int, flags: Sequence[str]) -> list[str]:
     """The words that start the server of the model in the folder `place`, which requests call `name`, without the Python."""
-    shown = os.path.relpath(place)
-    shown = shown if len(shown) < len(str(place)) else str(place)
+    shown = min(os.path.relpath(place), str(place), key=len)
     return ["-m", _MODULE, "--model", shown, "--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *flags]
 
 
@@ -125,7 +126,5 @@ def available() -> str:
 
 
 def _has_amx() -> bool:
-    try:
-        return "amx_tile" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
+    processor = Path("/proc/cpuinfo")
+    return processor.exists() and "amx_tile" in processor.read_text()
