@@ -17,43 +17,26 @@ import yaml
 
 __all__ = ["fields", "launch_line", "problems", "render", "templates"]
 
-TEMPLATES = Path(__file__).parents[1] / "data" / "templates" / "cluster"
+DATA = Path(__file__).parents[1] / "data"
+TEMPLATES, KUBERNETES = DATA / "templates" / "cluster", DATA / "kubernetes.yaml"
 _FIELD = re.compile(r"\{\{(\w+)\}\}")
-_NUMBERS = {
-    "nodes", "least_nodes", "ranks_per_node", "restarts", "port", "serve_port", "minutes", "seconds", "wait",
-    "ranks", "replicas", "tensor_parallel", "batch_size", "max_length", "max_num_batched_tokens",
-}  # fmt: skip
-_PROGRAMS = ("torchrun", "vllm")
-_TEXT = re.compile(r"[\w./:@-]+")  # what needs no quotes in shell and YAML
-_LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
-_DEVICES = re.compile(r"\d+(,\d+)*")
-# Kubernetes API v1.32, the fields used here: type, or the one value that is right, or the fields below; [x] is a list of x.
-_METADATA = {"name": str}
-_FIELDS: dict[str, Any] = {
-    "Service": {
-        "apiVersion": "v1", "kind": "Service", "metadata": _METADATA,
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": bool, "selector": {"job-name": str}},
-    },
-    "Job": {
-        "apiVersion": "batch/v1", "kind": "Job", "metadata": _METADATA,
-        "spec": {
-            "completions": int, "parallelism": int, "completionMode": "Indexed", "backoffLimit": int,
-            "activeDeadlineSeconds": int,
-            "template": {"spec": {
-                "subdomain": str, "restartPolicy": "Never",
-                "containers": [{
-                    "name": str, "image": str, "command": [str], "args": [str],
-                    "env": [{"name": str, "value?": str, "valueFrom?": {"fieldRef": {"fieldPath": "status.podIP"}}}],
-                    "resources": {"limits": {"nvidia.com/gpu": int}},
-                    "volumeMounts": [{"name": str, "mountPath": str}],
-                }],
-                "volumes": [{
-                    "name": str, "persistentVolumeClaim?": {"claimName": str}, "emptyDir?": {"medium": "Memory"},
-                }],
-            }},
-        },
-    },
-}  # fmt: skip
+_NUMBERS = (
+    "nodes", "least_nodes", "ranks_per_node", "port", "serve_port", "minutes", "seconds", "wait", "ranks", "replicas",
+    "tensor_parallel", "batch_size", "max_length", "max_num_batched_tokens",
+)  # fmt: skip
+_LABEL = (
+    r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?",
+    "a name of hosts: small letters, digits and -, at most 63, a letter first and no - last",
+)
+_RULES = {  # what a field's value must be, as text
+    **dict.fromkeys(_NUMBERS, (r"[1-9]\d*", "a whole number of at least 1")),
+    "restarts": (r"\d+", "a whole number of at least 0"),
+    "devices": (r"\d+(,\d+)*", 'numbers of GPUs with commas between them, such as "0,1"'),
+    "name": _LABEL,
+    "claim": _LABEL,
+}
+_WORD = (r"[\w./:@-]+", "of letters, digits and . / : @ _ - (no spaces, no quotes)")  # needs no quotes in shell and YAML
+_PROGRAMS = ("torchrun ", "vllm ")
 
 
 def templates(place: Path = TEMPLATES) -> list[str]:
@@ -77,17 +60,10 @@ def render(name: str, place: Path = TEMPLATES, /, **values: Any) -> str:
     if missing := [field for field in asked if field not in values]:
         raise ValueError(f"{name} also asks for {', '.join(missing)}; it takes {', '.join(asked)}")
     for field in asked:
+        pattern, what = _RULES.get(field, _WORD)
         value = values[field]
-        if field in _NUMBERS and (type(value) is not int or value < (field != "restarts")):
-            raise ValueError(f"{field} is {value!r}; it must be a whole number of at least {int(field != 'restarts')}")
-        if field == "devices" and not (isinstance(value, str) and _DEVICES.fullmatch(value)):
-            raise ValueError(f'devices is {value!r}; it must be numbers of GPUs with commas between them, such as "0,1"')
-        if field not in {*_NUMBERS, "devices"} and not (isinstance(value, str) and _TEXT.fullmatch(value)):
-            raise ValueError(f"{field} is {value!r}; it must be of letters, digits and . / : @ _ - (no spaces, no quotes)")
-        if field in ("name", "claim") and not _LABEL.fullmatch(value):
-            raise ValueError(
-                f"{field} is {value!r}; hosts are called by it: small letters, digits and -, at most 63, a letter first"
-            )
+        if not (isinstance(value, int | str) and re.fullmatch(pattern, str(value))):
+            raise ValueError(f"{field} is {value!r}; it must be {what}")
     return _FIELD.sub(lambda match: str(values[match[1]]), (place / name).read_text(encoding="utf-8"))
 
 
@@ -106,38 +82,51 @@ def launch_line(text: str) -> str:
     """The command that a rendered template runs on each host (vLLM: on the first), on one line. Raises ValueError for none."""
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
         line = line.strip().removeprefix("exec ")
-        if line.startswith(tuple(f"{program} " for program in _PROGRAMS)):
+        if line.startswith(_PROGRAMS):
             return line
-    raise ValueError(f"no line starts {' or '.join(_PROGRAMS)}")
+    raise ValueError("no line starts torchrun or vllm")
 
 
 def problems(text: str) -> list[str]:
     """What is wrong with a rendered template, each as a sentence; an empty list where nothing is."""
-    found = unfilled(text)
+    found, scripts = unfilled(text), [text]
     if text.startswith("#!"):
-        scripts = [text, *re.findall(r"bash -euc '\n(.*?)\n'", text, re.DOTALL)]
-        sizes = {int(number) for number in re.findall(r"^#SBATCH --nodes=(\d+)$", text, re.MULTILINE)}
-        ranks = {int(number) for number in re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", text, re.MULTILINE)}
+        scripts += re.findall(r"bash -euc '\n(.*?)\n'", text, re.DOTALL)
+        sizes = re.findall(r"^#SBATCH --nodes=(\d+)$", text, re.MULTILINE)
+        ranks = re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", text, re.MULTILINE)
     else:
         try:
             pages = {page.get("kind"): page for page in yaml.safe_load_all(text)}
         except (yaml.YAMLError, AttributeError) as error:
             return [*found, f"not YAML: {error}"]
-        for kind, wanted in _FIELDS.items():
-            found += _differs(pages[kind], wanted, kind) if kind in pages else [f"no {kind}"]
+        found += _api_problems(pages)
         if found:
             return found
         job = pages["Job"]["spec"]
-        pod = job["template"]["spec"]
-        scripts, sizes = pod["containers"][0]["args"], {job["completions"], job["parallelism"]}
-        ranks = {pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]}
-        if not pages["Service"]["metadata"]["name"] == pod["subdomain"] == pages["Job"]["metadata"]["name"]:
+        container = job["template"]["spec"]["containers"][0]
+        scripts, sizes = container["args"], [job["completions"], job["parallelism"]]
+        ranks = [container["resources"]["limits"]["nvidia.com/gpu"]]
+        if not pages["Service"]["metadata"]["name"] == job["template"]["spec"]["subdomain"] == pages["Job"]["metadata"]["name"]:
             found.append("Service, subdomain and Job have different names: no pod would find pod 0")
     found += [problem for script in scripts for problem in bash_problems(script)]
     try:
-        return found + _launches(launch_line(scripts[-1]), sizes, ranks)
+        return found + _launches(launch_line(scripts[-1]), {int(size) for size in sizes}, {int(count) for count in ranks})
     except ValueError as error:
         return [*found, str(error)]
+
+
+def _api_problems(pages: Mapping[str, Any]) -> list[str]:
+    """Where the pages of a Kubernetes file, by kind, are not as the API has them."""
+    from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+
+    found = []
+    for kind, schema in yaml.safe_load(KUBERNETES.read_text(encoding="utf-8")).items():
+        if kind not in pages:
+            found.append(f"no {kind}")
+            continue
+        errors = Draft202012Validator(schema).iter_errors(pages[kind])
+        found += [f"{error.json_path.replace('$', kind, 1)}: {error.message}" for error in errors]
+    return found
 
 
 def _launches(line: str, sizes: set[int], ranks: set[int]) -> list[str]:
@@ -158,20 +147,3 @@ def _launches(line: str, sizes: set[int], ranks: set[int]) -> list[str]:
     if ranks != {int(asked.nproc_per_node)}:
         found.append(f"a host is asked for {sorted(ranks)} GPUs, torchrun starts {asked.nproc_per_node} ranks on it")
     return found
-
-
-def _differs(value: Any, wanted: Any, where: str) -> list[str]:
-    """Where `value` has not the fields, types and values of `wanted`; names with a `?` may be missing."""
-    if isinstance(wanted, Mapping):
-        if not isinstance(value, Mapping):
-            return [f"{where} is {value!r}; it must have the fields {', '.join(wanted)}"]
-        known = {name.rstrip("?"): inner for name, inner in wanted.items()}
-        found = [f"{where} has no {name}" for name in wanted if not name.endswith("?") and name not in value]
-        found += [f"{where}.{name} is not known here" for name in value if name not in known]
-        return found + [each for name in known if name in value for each in _differs(value[name], known[name], f"{where}.{name}")]
-    if isinstance(wanted, list):
-        if not isinstance(value, list) or not value:
-            return [f"{where} is {value!r}; it must be a list"]
-        return [each for number, item in enumerate(value) for each in _differs(item, wanted[0], f"{where}[{number}]")]
-    right = type(value) is wanted if isinstance(wanted, type) else value == wanted
-    return [] if right else [f"{where} is {value!r}; it must be {wanted.__name__ if isinstance(wanted, type) else repr(wanted)}"]

@@ -39,7 +39,6 @@ class Machines:
     bus_bandwidth: of a collective inside a host; inter_bandwidth: of one device's share of the network, per direction.
     host_bandwidth: from host memory to a device. memory_bytes: of a device.
     kernel_seconds: that a small kernel takes beside its bytes while decoding (gpt-fast README, Llama 2 7B on one A100).
-    collective_seconds: to issue a collective.
     efficiency: share of those rates that a training code keeps up (the middle one of four codes, tools/predict_report.py).
     overlaps: whether collectives run beside computing.
     rates: measured (part, FLOPs of its forward pass, FLOP/s); part is "layer", "shard" (of a layer under tensor parallelism) or
@@ -59,7 +58,6 @@ class Machines:
     host_bandwidth: float
     memory_bytes: int
     kernel_seconds: float = 5.3e-6
-    collective_seconds: float = 0.0
     efficiency: float = 0.74
     overlaps: bool = True
     rates: tuple[tuple[str, float, float], ...] = ()
@@ -71,11 +69,6 @@ class Machines:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and value < 0:
                 raise ValueError(f"{name} is {value}: it must not be below 0")
-
-    @property
-    def nodes(self) -> int:
-        """Hosts that the devices fill."""
-        return math.ceil(self.gpus / self.per_node)
 
 
 def machines(name: str, gpus: int, per_node: int = 8, **rates: Any) -> Machines:
@@ -126,4 +119,4 @@ def collective_time(op: str, size_bytes: float, ranks: int, machines: Machines, 
     for each in FACTS["nccl"]["tree"].values() if op == "all_reduce" and nodes > 1 else ():
         latency = each["base"] + 2 * ((inside - 1) * each[near] + math.log2(nodes) * each["net"])
         times.append(latency * _MICRO + 2 * size_bytes / (each["share"] * bandwidth))
-    return machines.collective_seconds + min(times)
+    return min(times)
