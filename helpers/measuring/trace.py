@@ -47,7 +47,8 @@ def write(run: Run, path: str | os.PathLike[str]) -> Path:
 def last_moment(run: Run) -> float:
     """The last time that anything in the run's record happened."""
     moments = [at for span in run.spans if span for at in span]
-    moments += [at for each in [*run.regions, *run.collectives] for at in (each.start, each.end)]
+    moments += [at for region in run.regions for at in (region.start, region.end)]
+    moments += [at for collective in run.collectives for at in (collective.start, collective.end)]
     return max((at for at in moments if at is not None), default=0.0)
 
 

@@ -66,7 +66,7 @@ def bars(
     stack: bool = False,
     log: bool = False,
     limits: Marks = None,
-    **text: str,
+    **text: Any,
 ) -> Figure:
     """Horizontal bars: one per name, or per name a group of bars (`{"name": {"series": value}}`), each with its value.
 
@@ -140,7 +140,7 @@ def sweep(
     spread: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     marks: Marks = None,
     limits: Marks = None,
-    **text: str,
+    **text: Any,
 ) -> Figure:
     """What was measured as markers, what was predicted as lines, over `x`; a series has one colour in both.
 

@@ -146,12 +146,12 @@ def _room_for_name(region: Region, run: Run) -> tuple[float, float]:
 
 def _passages(run: Run) -> list[list[_Passage]]:
     """Per rank, its way through each of its collectives."""
-    met, passages = _met(run.collectives), []
+    met = _met(run.collectives)
+    passages: list[list[_Passage]] = [[] for _ in run.spans]
     for rank, span in enumerate(run.spans):
         own = sorted((each for each in run.collectives if each.rank == rank), key=lambda each: each.sequence)
         issues = sorted(each.start for each in own if each.source)
         returned = span is not None and span[1] is not None
-        passages.append([])
         for each in own:
             end = each.end
             if end is None:
