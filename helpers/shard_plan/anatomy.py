@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    import torch
 
 Plan = Mapping[str, str]
 
@@ -52,24 +51,38 @@ ROLES = {
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One weight tensor of a model: its full name, whole shape and bytes of an element."""
-
-    name: str
-    shape: tuple[int, ...]
-    element_bytes: int
-
-
-@dataclass(frozen=True)
 class Part:
-    """All modules of the same key, one in each layer; sizes are those of the first. `parameters` are those of all of them."""
+    """All modules of the same key, one in each layer: `module` is the first of `count`."""
 
     key: str
-    kind: str  # "linear", "embedding", "norm", "container", or the name of another class
-    inputs: int  # of an embedding its rows
-    outputs: int
+    module: Any
     count: int
-    parameters: tuple[Parameter, ...]
+
+    @cached_property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The weights of the first module itself, without those of modules in it."""
+        return list(self.module.parameters(recurse=False))
+
+    @cached_property
+    def kind(self) -> str:
+        """ "linear", "embedding", "norm", "container" (no weights of its own), or the name of another class."""
+        import torch
+
+        name = type(self.module).__name__
+        for kind, base in (("linear", torch.nn.Linear), ("embedding", torch.nn.Embedding)):
+            if isinstance(self.module, base):
+                return kind
+        return "container" if not self.parameters else "norm" if name.endswith("Norm") else name
+
+    @property
+    def inputs(self) -> int:
+        """Columns that it takes; of an embedding its rows."""
+        return self.parameters[0].shape[0 if self.kind == "embedding" else -1]
+
+    @property
+    def outputs(self) -> int:
+        """Columns that it gives."""
+        return self.parameters[0].shape[-1 if self.kind == "embedding" else 0]
 
     @property
     def group(self) -> str:
@@ -88,6 +101,16 @@ class Part:
         return self.inputs if style.split == "rows" else self.outputs
 
 
+@dataclass(frozen=True)
+class Block:
+    """An attention or an MLP of linear layers: the part around them, those that open it by role, the one that closes it."""
+
+    around: Part
+    opening: dict[str, Part]
+    closing: Part
+    attention: bool
+
+
 class Anatomy:
     """The parts of a model by key, built from a configuration on the meta device (no weights) or read from a model."""
 
@@ -95,60 +118,49 @@ class Anatomy:
         import torch
         from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-        model = config_or_model
-        if not isinstance(model, (PreTrainedModel, PreTrainedConfig)):
-            raise TypeError(f"a plan is for a model or a configuration of transformers, not for {type(model).__name__}")
-        if not isinstance(model, PreTrainedModel):
+        if isinstance(config_or_model, PreTrainedConfig):
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config_or_model)
-        self.model: PreTrainedModel = model
-        self.config = model.config.get_text_config()
+                self.model = AutoModelForCausalLM.from_config(config_or_model)
+        elif isinstance(config_or_model, PreTrainedModel):
+            self.model = config_or_model
+        else:
+            raise TypeError(f"a plan is for a model or a configuration of transformers, not for {type(config_or_model).__name__}")
+        self.config = self.model.config.get_text_config()
         self.heads: int = getattr(self.config, "num_attention_heads", None) or 1
         self.kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.heads
-        self.own: dict[str, str] = dict(model.tp_plan or {})
+        self.own: dict[str, str] = dict(self.model.tp_plan or {})
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """Every module by its key, the model itself left out."""
-        found: dict[str, list[tuple[str, Any]]] = {}
+        """Every module by its key; that of the model itself is empty."""
+        found: dict[str, list[Any]] = {}
         for name, module in self.model.named_modules():
-            if name:
-                found.setdefault(generic(name), []).append((name, module))
-        return {key: _part(key, modules) for key, modules in found.items()}
+            found.setdefault(generic(name), []).append(module)
+        return {key: Part(key, modules[0], len(modules)) for key, modules in found.items()}
 
     @cached_property
     def ends(self) -> tuple[Part | None, Part | None]:
         """(embedding, output matrix); None where the model has no such module."""
-        names = {id(module): name for name, module in self.model.named_modules()}
         found = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        embedding, head = (self.parts.get(generic(names.get(id(module), ""))) for module in found)
+        embedding, head = (next((part for part in self.parts.values() if part.module is module), None) for module in found)
         return embedding, head
 
-    @property
-    def tied(self) -> bool:
-        """Whether embedding and output matrix are one tensor."""
-        return bool(getattr(self.config, "tie_word_embeddings", False))
-
-    def source(self, key: str) -> str:
-        """The code of the class of a module."""
-        return next(inspect.getsource(type(module)) for name, module in self.model.named_modules() if generic(name) == key)
-
     @cached_property
-    def groups(self) -> dict[str, dict[str, Part]]:
-        """Linear layers by the key of the module around them and their role in attention or MLP, where both ends are found."""
-        gathered: dict[str, dict[str, Part]] = {}
+    def blocks(self) -> dict[str, Block]:
+        """By the key of the module around it, every attention and MLP of which both ends are found."""
+        layers: dict[str, dict[str, Part]] = {}
         for part in self.parts.values():
             if part.kind in ("linear", "Conv1D"):
-                gathered.setdefault(part.group, {})[part.last] = part
+                layers.setdefault(part.group, {})[part.last] = part
         found = {}
-        for group, members in gathered.items():
+        for group, members in layers.items():
             roles = {role: members[word] for role, words in ROLES.items() for word in reversed(words) if word in members}
-            attention, mlp = {"q", "k", "v", "qkv"} & set(roles), {"gate", "up", "gate_up"} & set(roles)
-            kept = (attention | {"o"} if attention else set()) | (mlp | {"down"} if mlp else set())
-            kept -= {"qkv"} if "q" in kept else set()  # layers of two kinds under one key
-            roles = {role: part for role, part in roles.items() if role in kept}
-            if ("o" in roles and attention) or ("down" in roles and mlp):
-                found[group] = roles
+            if "q" in roles:
+                roles.pop("qkv", None)  # layers of two kinds under one key
+            for closing, openers in (("down", ("gate", "up", "gate_up")), ("o", ("q", "k", "v", "qkv"))):
+                opening = {role: part for role, part in roles.items() if role in openers}
+                if opening and closing in roles:
+                    found[group] = Block(self.parts[group], opening, roles[closing], attention=closing == "o")
         return found
 
 
@@ -168,24 +180,3 @@ def refuse(plan: Plan, tp: int) -> None:
 def published_plan(config_or_model: Any) -> dict[str, str]:
     """The plan that transformers ships for this architecture, with the keys that match its modules; {} where it ships none."""
     return Anatomy(config_or_model).own
-
-
-def _part(key: str, modules: list[tuple[str, Any]]) -> Part:
-    import torch
-
-    first = modules[0][1]
-    parameters = tuple(
-        Parameter(f"{name}.{own}", tuple(tensor.shape), tensor.element_size())
-        for name, module in modules
-        for own, tensor in module.named_parameters(recurse=False)
-    )
-    inputs = outputs = parameters[0].shape[-1] if parameters and parameters[0].shape else 0
-    if isinstance(first, torch.nn.Linear):
-        kind, inputs, outputs = "linear", first.in_features, first.out_features
-    elif isinstance(first, torch.nn.Embedding):
-        kind, inputs, outputs = "embedding", first.num_embeddings, first.embedding_dim
-    elif parameters and type(first).__name__.endswith("Norm"):
-        kind = "norm"
-    else:
-        kind = type(first).__name__ if parameters else "container"
-    return Part(key, kind, inputs, outputs, len(modules), parameters)

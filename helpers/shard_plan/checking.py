@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from helpers.shard_plan.anatomy import NORM_STYLES, STYLES, WHOLE, Anatomy, Part, Plan, Style, generic, refuse
+from helpers.predict.layout import divisors
+from helpers.shard_plan.anatomy import NORM_STYLES, STYLES, WHOLE, Anatomy, Block, Part, Plan, Style, generic, refuse
 
 RULES = yaml.safe_load((Path(__file__).parents[2] / "data" / "plan_problems.yaml").read_text(encoding="utf-8"))
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout", "embd_pdrop", "dropout")
@@ -55,8 +56,8 @@ def check(config_or_model: Any, plan: Plan, tp: int) -> list[Problem]:
     found.keys()
     if tp > 1:
         found.sizes()
-        for group, roles in found.anatomy.groups.items():
-            found.block(group, roles)
+        for block in found.anatomy.blocks.values():
+            found.block(block)
         found.ends()
         found.norms()
         found.randomness()
@@ -70,9 +71,9 @@ class _Check:
         self.plan: dict[str, str] = {}  # what of the plan takes effect, misspelt keys put right
 
     def add(self, rule: str, part: Part | str, **words: Any) -> None:
-        severity, reason, mend = RULES[rule]
-        key, words = part if isinstance(part, str) else part.key, {**words, "tp": self.tp}
-        self.problems.append(Problem(severity, key, reason.format(**words), mend.format(**words)))
+        severity, *texts = RULES[rule]
+        reason, mend = (text.format(tp=self.tp, **words) for text in texts)
+        self.problems.append(Problem(severity, part if isinstance(part, str) else part.key, reason, mend))
 
     def style(self, part: Part | None) -> Style:
         return STYLES.get(self.plan.get(part.key, ""), WHOLE) if part else WHOLE
@@ -86,10 +87,12 @@ class _Check:
         from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
         styles, parts = list(ALL_PARALLEL_STYLES), self.anatomy.parts
-        tensors = {generic(each.name): part for part in parts.values() for each in part.parameters}
+        names = [generic(name) for name, _ in self.anatomy.model.named_parameters(remove_duplicate=False)]
+        tensors = {name: parts[name.rpartition(".")[0]] for name in names}
         for key, style in self.given.items():
             if style not in styles:
-                self.add("no_style", key, style=style, near=" or ".join(map(repr, _near(str(style), styles) or styles)))
+                near = difflib.get_close_matches(str(style), styles, n=1) or styles
+                self.add("no_style", key, style=style, near=" or ".join(map(repr, near)))
             elif self.anatomy.own.get(key) == style or (key in parts and self.fits(parts[key], style)):
                 self.plan[key] = style
             elif key in tensors and tensors[key].kind in ("linear", "embedding", "norm"):
@@ -98,16 +101,16 @@ class _Check:
                 if self.given.get(module) != style:  # else it is what the module's style does anyway
                     self.add("row_bias" if rows else "tensor", key, module=module)
             elif key not in parts and key not in tensors:
-                near = self.nearest(key)
-                self.add("no_module", key, near=repr(near) if near else "a name that named_modules() gives, numbers as *")
-                if near and near not in self.given:
-                    self.plan[near] = style
+                meant = self.nearest(key)
+                self.add("no_module", key, near=repr(meant) if meant else "a name that named_modules() gives, numbers as *")
+                if meant and meant not in self.given:
+                    self.plan[meant] = style
 
     def nearest(self, key: str) -> str | None:
         """The key that a wrong one probably means: the same words with another beginning, else the most alike."""
         candidates = [name for name, part in self.anatomy.parts.items() if part.kind != "container"]
         ends = [name for name in candidates if f".{name}".endswith(f".{generic(key)}")]
-        return next(iter(ends or _near(key, candidates)), None)
+        return next(iter(ends or difflib.get_close_matches(key, candidates, n=1)), None)
 
     def fits(self, part: Part, style: str) -> bool:
         """Whether a style has an effect that the other checks can judge on a module of this kind."""
@@ -135,24 +138,23 @@ class _Check:
             if size % (self.tp * (2 if style.split == "packed" else 1)):
                 alone = rows and not style.takes_part  # each rank cuts its piece itself: unequal ones fit
                 side = "rows" if rows else "columns"
-                self.add("uneven_pieces" if alone else "uneven", part, size=size, side=side, divisors=_divisors(size))
+                self.add("uneven_pieces" if alone else "uneven", part, size=size, side=side, divisors=_listed(size))
 
-    def block(self, group: str, roles: dict[str, Part]) -> None:
+    def block(self, block: Block) -> None:
         """The layers that open a block (q, k, v or gate, up), then the one that closes it (o or down)."""
-        closing = roles["o" if "o" in roles else "down"]
-        opening = {role: part for role, part in roles.items() if part is not closing}
+        opening, closing = block.opening, block.closing
         gives = {role: self.style(part).gives_part for role, part in opening.items()}
         first = [part for part in opening.values() if self.style(part).takes_part]
         for part in first:
             self.add("row_first", part, closing=closing.last)
         self.fused(opening)
-        if "o" in roles and any(gives.values()):
+        if block.attention and any(gives.values()):
             self.heads(opening)
-            self.fixed(group, opening)
+            self.fixed(block)
         if first:
             return
         if not any(gives.values()) and self.style(closing) == WHOLE:
-            self.idle(group, roles)
+            self.idle(block)
         elif len(set(gives.values())) > 1:
             self.mixed(opening, gives, self.style(closing))
         else:
@@ -176,13 +178,14 @@ class _Check:
             if self.style(part).gives_part and count % self.tp:
                 self.problems[:] = [each for each in self.problems if each.key != part.key]  # of columns: heads say it better
                 rule = "kv_heads" if role in ("k", "v") else "heads"
-                self.add(rule, part, count=count, divisors=_divisors(math.gcd(heads, kv)))
+                self.add(rule, part, count=count, divisors=_listed(math.gcd(heads, kv)))
 
-    def fixed(self, group: str, opening: dict[str, Part]) -> None:
+    def fixed(self, block: Block) -> None:
         """Code that reshapes by the number of all heads cannot be given some of them; what transformers splits itself can."""
-        counts = re.search(r"(?:view|reshape)\([^\n]*num_(?:attention_)?heads", self.anatomy.source(group))
-        if counts and not any(self.own(part).gives_part for part in opening.values()):
-            self.add("fixed_heads", group)
+        code = inspect.getsource(type(block.around.module))
+        counts = re.search(r"(?:view|reshape)\([^\n]*num_(?:attention_)?heads", code)
+        if counts and not any(self.own(part).gives_part for part in block.opening.values()):
+            self.add("fixed_heads", block.around)
 
     def mixed(self, opening: dict[str, Part], gives: dict[str, bool], closing: Style) -> None:
         """Some of q, k, v (or of gate, up) are split, others whole; attention with fewer KV heads may run all the same."""
@@ -206,39 +209,34 @@ class _Check:
         elif style.gives_part:
             self.add("residual", closing)
 
-    def idle(self, group: str, roles: dict[str, Part]) -> None:
+    def idle(self, block: Block) -> None:
         """A block that the plan leaves whole, though the shipped plan splits it and its sizes allow it."""
-        units = [self.anatomy.heads, self.anatomy.kv_heads] if "o" in roles else [roles["down"].inputs]
-        if any(part.key in self.anatomy.own for part in roles.values()) and not any(unit % self.tp for unit in units):
-            self.add("idle", group)
+        units = [self.anatomy.heads, self.anatomy.kv_heads] if block.attention else [block.closing.inputs]
+        shipped = any(part.key in self.anatomy.own for part in (*block.opening.values(), block.closing))
+        if shipped and not any(unit % self.tp for unit in units):
+            self.add("idle", block.around)
 
     def ends(self) -> None:
         """Embedding and output matrix."""
         embedding, head = self.anatomy.ends
         table, output = self.style(embedding), self.style(head)
-        if embedding and table.takes_part:
-            self.add("ids_as_part", embedding)
-        if embedding and table.gives_part:
-            self.add("embedding_part", embedding)
-        if head and output.takes_part:
-            self.add("head_row", head)
-        if head and output.gives_part:
-            self.add("head_part", head)
-        over, sides = "is split over the {}", ("vocabulary", "columns")
-        here, there = (
-            "is left whole" if style == WHOLE else over.format(sides[(style.split == "rows") != is_table])
-            for style, is_table in ((table, True), (output, False))
-        )
-        if embedding and head and self.anatomy.tied and here != there:
+        for part, takes, gives in ((embedding, "ids_as_part", "embedding_part"), (head, "head_row", "head_part")):
+            if part and self.style(part).takes_part:
+                self.add(takes, part)
+            if part and self.style(part).gives_part:
+                self.add(gives, part)
+        here = {"none": "is left whole", "rows": "is split over the vocabulary"}.get(table.split, "is split over the columns")
+        there = {"none": "is left whole", "rows": "is split over the columns"}.get(output.split, "is split over the vocabulary")
+        if embedding and head and getattr(self.anatomy.config, "tie_word_embeddings", False) and here != there:
             self.add("tied", embedding, head=head.key, here=here, there=there)
 
     def norms(self) -> None:
         """Norms of q, k, v see the heads of their rank only where those are split; all others see the whole."""
-        groups = self.anatomy.groups
         for part in self.anatomy.parts.values():
             if part.kind != "norm":
                 continue
-            partner = groups.get(part.group, {}).get(part.last[0]) if part.last[1:2] == "_" else None
+            block, (role, _, rest) = self.anatomy.blocks.get(part.group), part.last.partition("_")
+            partner = block.opening.get(role) if block and rest else None
             summed = self.plan.get(part.key) in NORM_STYLES
             if partner and self.style(partner).gives_part:
                 if part.outputs == partner.outputs:
@@ -257,9 +255,5 @@ class _Check:
             self.add("sampling", "generation_config.do_sample")
 
 
-def _near(word: str, among: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(word, list(among), n=1, cutoff=0.6)
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(each) for each in range(1, min(number, 64) + 1) if number % each == 0)
+def _listed(number: int) -> str:
+    return ", ".join(map(str, divisors(number)))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from helpers import predict
 from helpers.predict import Exchange
 from helpers.shard_plan.anatomy import STYLES, SUMMED, Anatomy, Part, Plan, refuse
 
@@ -42,11 +40,7 @@ class PlanTraffic:
     def per_layer(self) -> list[tuple[str, Exchange]]:
         """The rows of one decoder layer: those of modules that every layer has, `count` divided by the layers."""
         rows = [(key, each) for key, each in self.rows if ".*." in key and each.count % self.layers == 0]
-        return [(key, Exchange(e.axis, e.op, e.count // self.layers, e.bytes, e.ranks, e.when)) for key, e in rows]
-
-    def sent(self, backend: str = "gloo") -> int:
-        """Bytes that one rank puts on the wire with that backend's algorithms (see `predict.traffic`)."""
-        return sum(e.count * predict.traffic(e.op, e.bytes, e.ranks, backend=backend).sent for _, e in self.rows)
+        return [(key, replace(each, count=each.count // self.layers)) for key, each in rows]
 
     def __repr__(self) -> str:
         lines = [f"{e.when:<8} {e.count:>5} × {e.op:<14} {e.bytes:>12,} B  {key}" for key, e in self.rows]
@@ -79,7 +73,7 @@ def traffic(config_or_model: Any, plan: Plan, tp: int, *, batch: int = 1, tokens
         for op, elements, backward in _sends(part, style, positions):
             if tp > 1 and (not backward or phase == "training"):
                 when = "backward" if backward else "forward" if phase == "training" else phase
-                size = elements * part.parameters[0].element_bytes
+                size = elements * part.parameters[0].element_size()
                 rows.append((key, Exchange("tp", op, part.count * passes, size, tp, when)))
     return PlanTraffic(tuple(rows), anatomy.config.num_hidden_layers)
 
@@ -87,7 +81,7 @@ def traffic(config_or_model: Any, plan: Plan, tp: int, *, batch: int = 1, tokens
 def _sends(part: Part, style: str, positions: int) -> list[tuple[str, int, bool]]:
     """(operation, elements, whether in backward) of one module in one pass over `positions` tokens."""
     if style == SUMMED:
-        return [("all_reduce", math.prod(each.shape), True) for each in part.parameters[: len(part.parameters) // part.count]]
+        return [("all_reduce", each.numel(), True) for each in part.parameters]
     if style not in STYLES or part.kind not in ("linear", "embedding"):
         raise ValueError(
             f"traffic does not know what {style!r} sends for {part.key}, a {part.kind}; it knows {', '.join(STYLES)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter: its whole shape, its style in the plan (None: whole on every rank), and by rank the shape and bytes held."""
+    """One parameter: its whole shape, its style in the plan (None: whole on every rank), and by rank the shape held."""
 
     name: str
     shape: tuple[int, ...]
     style: str | None
     shapes: tuple[tuple[int, ...], ...]
-    bytes: tuple[int, ...]
+    element_bytes: int
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Shards:
     @property
     def bytes(self) -> tuple[int, ...]:
         """Bytes of the parameters that each rank holds."""
-        return tuple(sum(row.bytes[rank] for row in self.rows) for rank in range(self.tp))
+        return tuple(sum(math.prod(row.shapes[rank]) * row.element_bytes for row in self.rows) for rank in range(self.tp))
 
     @property
     def whole(self) -> int:
@@ -51,11 +52,8 @@ class Shards:
 
     def __repr__(self) -> str:
         """One line for each kind of parameter, the layers together, and the totals."""
-        lines: dict[tuple[Any, ...], int] = {}
-        for row in self.rows:
-            line = (generic(row.name), row.style or "whole", row.shape, row.shapes[0])
-            lines[line] = lines.get(line, 0) + 1
-        width = max(len(line[0]) for line in lines)
+        lines = Counter((generic(row.name), row.style or "whole", row.shape, row.shapes[0]) for row in self.rows)
+        width = max(len(key) for key, *_ in lines)
         rows = [
             f"{key:<{width}}  {count:>3} × {_size(shape):<12} {style:<22} rank 0 holds {_size(held)}"
             for (key, style, shape, held), count in lines.items()
@@ -79,18 +77,13 @@ def shards(config_or_model: Any, plan: Plan, tp: int) -> Shards:
     refuse(plan, tp)
     anatomy = Anatomy(config_or_model)
     rows = []
-    order = {name: place for place, (name, _) in enumerate(anatomy.model.named_parameters())}  # a tied matrix: its first name
-    for part in anatomy.parts.values():
-        for parameter in part.parameters:
-            if parameter.name not in order:
-                continue
-            own = generic(parameter.name)
-            style = plan.get(own, plan.get(part.key))
-            dim = _split_dim(style, part.kind, own, len(parameter.shape))
-            shapes = tuple(_cut(parameter.shape, dim, tp, rank) for rank in range(tp))
-            sizes = tuple(math.prod(shape) * parameter.element_bytes for shape in shapes)
-            rows.append(Shard(parameter.name, parameter.shape, style if dim is not None else None, shapes, sizes))
-    return Shards(tuple(sorted(rows, key=lambda row: order[row.name])), tp)
+    for name, parameter in anatomy.model.named_parameters():
+        part, shape = anatomy.parts[generic(name.rpartition(".")[0])], tuple(parameter.shape)
+        style = plan.get(generic(name), plan.get(part.key))
+        dim = _split_dim(style, part.kind, name, len(shape))
+        shapes = tuple(_cut(shape, dim, tp, rank) for rank in range(tp))
+        rows.append(Shard(name, shape, style if dim is not None else None, shapes, parameter.element_size()))
+    return Shards(tuple(rows), tp)
 
 
 def _split_dim(style: str | None, kind: str, name: str, dims: int) -> int | None:
