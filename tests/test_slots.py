@@ -328,7 +328,7 @@ def test_a_killed_holder_frees_its_slot_when_its_ranks_are_gone_and_waiting_is_n
         learner(tmp_path, **{slots.CPU_VARIABLE: "1"}) as holder,
         learner(tmp_path, timeout=3, **{slots.CPU_VARIABLE: "1"}) as waiting,
     ):
-        wait_until(lambda: sum(not ticket.held for ticket in tickets()) == 1, "one holds, one waits")
+        wait_until(lambda: sorted(bool(ticket.held) for ticket in tickets()) == [False, True], "one holds, one waits")
         first = next(ticket.pid for ticket in tickets() if ticket.held)
         if first != holder.pid:
             holder, waiting = waiting, holder
