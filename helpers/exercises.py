@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from numbers import Real
 from pathlib import Path
 from types import FunctionType
@@ -32,6 +33,7 @@ MARKS = {"solved": "✔", "wrong": "✘", "not answered yet": "…"}
 _STUB_OPERATIONS = {"RESUME", "NOP", "COPY_FREE_VARS", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
 
 _hints_given: dict[str, int] = {}
+_checked_here: set[str] = set()  # notebooks whose answers this process has checked
 
 
 class Wrong(Exception):
@@ -74,6 +76,7 @@ def check(id: str, answer: Any) -> None:
     Never raises for a wrong, failing or missing answer. Raises ValueError for an exercise that does not exist.
     """
     found = judge(id, answer)
+    _checked_here.add(_notebook(id))
     if found.state != "not answered yet":
         record.note("exercise", id, state=found.state)
     title = f"{MARKS[found.state]} {id} {found.state}"
@@ -126,17 +129,24 @@ def solution(id: str) -> None:
 
 
 def progress() -> None:
-    """Show the exercises of all notebooks and how far the learner has come."""
+    """Show how far the learner has come: each exercise of the notebook at work here, one line for each other.
+
+    Where nothing was checked in this kernel yet, all exercises are listed.
+    """
     notes = record.notes("exercise")
     tried = {note["name"] for note in notes}
     solved = {note["name"] for note in notes if note["state"] == "solved"}  # once is enough: experiments may follow
-    rows = [
-        (id, task, "✔ solved" if id in solved else "✘ not solved yet" if id in tried else "– not tried yet")
-        for id, task in listed()
-    ]
-    title = f"{sum(id in solved for id, _, _ in rows)} of {len(rows)} exercises solved"
+    rows: list[tuple[str, str, str]] = []
+    for notebook, group in groupby(listed(), key=lambda exercise: _notebook(exercise[0])):
+        exercises = list(group)
+        if _checked_here and notebook not in _checked_here:
+            rows.append((notebook, "", f"– {sum(id in solved for id, _ in exercises)} of {len(exercises)} solved"))
+            continue
+        for id, task in exercises:
+            rows.append((id, task, "✔ solved" if id in solved else "✘ not solved yet" if id in tried else "– not tried yet"))
+    title = f"{sum(id in solved for id, _ in listed())} of {len(listed())} exercises solved"
     width = max((len(task) for _, task, _ in rows), default=0)
-    text = "\n".join(f"{id}  {task:<{width}}  {state}" for id, task, state in rows)
+    text = "\n".join(f"{id:<4}  {task:<{width}}  {state}" for id, task, state in rows)
     record.Card(f"{title}\n{text}", f"<p><b>{title}</b></p>{record.table(rows)}").show()
 
 
@@ -146,7 +156,11 @@ def find(id: str) -> Exercise:
     if id not in known:
         near = difflib.get_close_matches(str(id), known, n=3, cutoff=0.4) or known
         raise ValueError(f"there is no exercise {id!r}; nearest: {', '.join(near) or 'none, no solutions are here'}")
-    return next(exercise for exercise in load(id.split(".")[0]) if exercise.id == id)
+    return next(exercise for exercise in load(_notebook(id)) if exercise.id == id)
+
+
+def _notebook(id: str) -> str:
+    return id.split(".")[0]
 
 
 @cache

@@ -74,6 +74,7 @@ def explore(draw: Callable[..., Figure], **controls: Any) -> Explorer:
         if control is None:
             raise TypeError(f"{name}={given!r} is no control: give (least, most, step), a list, True or False, or a widget")
         control.description = control.description or name.replace("_", " ")
+        control.style.description_width = "initial"  # the whole name, not as much as fits
         made[name] = control
     return Explorer(draw, made)
 

@@ -34,6 +34,7 @@ def _toy_notebook(monkeypatch, tmp_path):
     (tmp_path / "91.py").write_text("raise RuntimeError('read only when one of its exercises is asked for')")
     monkeypatch.setattr(exercises, "SOLUTIONS", tmp_path)
     monkeypatch.setattr(exercises, "_hints_given", {})
+    monkeypatch.setattr(exercises, "_checked_here", set())
     monkeypatch.setenv("WORKSHOP_RECORD", str(tmp_path / "record.jsonl"))
     exercises.listed.cache_clear()
     exercises.load.cache_clear()
@@ -171,6 +172,19 @@ def test_progress_before_anything_was_tried(capsys):
     assert capsys.readouterr().out.splitlines() == [
         "0 of 2 exercises solved",
         "90.1  double a number  ✘ not solved yet",
+        "90.2  name a number    – not tried yet",
+    ]
+
+
+def test_progress_lists_the_notebook_at_work_and_counts_the_others(capsys, tmp_path):
+    (tmp_path / "89.py").write_text('EXERCISES = [Exercise("89.1", "halve"), Exercise("89.2", "add")]')
+    exercises.check("90.1", lambda x: 2 * x)
+    capsys.readouterr()
+    exercises.progress()
+    assert capsys.readouterr().out.splitlines() == [
+        "1 of 4 exercises solved",
+        "89                     – 0 of 2 solved",
+        "90.1  double a number  ✔ solved",
         "90.2  name a number    – not tried yet",
     ]
 

@@ -687,3 +687,23 @@ def test_a_large_log_is_kept_without_its_file_and_goes_with_the_run(tmp_path):
     del log
     gc.collect()
     assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_result_takes_one_line_of_the_table_and_floats_take_four_digits():
+    run = launch(lambda: (0.123456789, {"seconds": 2.5}, "word " * 40), ranks=1)
+    line = repr(run).splitlines()[-1]
+    assert "(0.1235, {'seconds': 2.5}, 'word word" in line
+    assert len(line) < 130
+    assert run.results[0][0] == 0.123456789
+
+
+def test_one_collective_is_singular():
+    def add(times):
+        import torch
+        import torch.distributed as dist
+
+        for _ in range(times):
+            dist.all_reduce(torch.ones(2))
+
+    assert "; 1 collective, 8 B" in repr(launch(add, 1, ranks=1))
+    assert "; 2 collectives, 16 B" in repr(launch(add, 2, ranks=1))

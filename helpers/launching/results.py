@@ -15,8 +15,23 @@ from typing import Any
 
 from helpers.measuring.records import Collective, Region
 
-_SHORT = reprlib.Repr()
+RESULT_WIDTH = 100  # characters of a result in a run's table
+
+
+class _Short(reprlib.Repr):
+    """Values as a line of a table: floats with four digits."""
+
+    def repr_float(self, value: float, level: int) -> str:
+        return f"{value:.4g}"
+
+
+_SHORT = _Short()
 _SHORT.maxother = _SHORT.maxstring = 80
+
+
+def _shortly(result: Any) -> str:
+    text = " ".join(_SHORT.repr(result).split())
+    return text if len(text) <= RESULT_WIDTH else text[: RESULT_WIDTH - 2] + " …"
 
 
 class Log:
@@ -92,7 +107,8 @@ class Run:
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         line = f"{self.name or 'job'} on {ranks}, {self.device}, {self.backend}; started in {self.startup_seconds:.2f} s"
         if self.collectives:
-            line += f"; {len(self.collectives):,} collectives, {sum(c.bytes for c in self.collectives):,} B handed over"
+            count = len(self.collectives)
+            line += f"; {count:,} collective{'s' * (count > 1)}, {sum(c.bytes for c in self.collectives):,} B handed over"
         if self.problem:
             line += f"; nothing recorded: {self.problem}"
         if self.oversubscribed:
@@ -101,7 +117,7 @@ class Run:
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         for rank, (seconds, result) in enumerate(zip_longest(self.seconds, self.results)):
-            yield str(rank), "did not finish" if seconds is None else f"{seconds:.3f} s", " ".join(_SHORT.repr(result).split())
+            yield str(rank), "did not finish" if seconds is None else f"{seconds:.3f} s", _shortly(result)
 
     def __repr__(self) -> str:
         rows = [("rank", "time", "result"), *self._rows()]

@@ -121,8 +121,9 @@ def timeline(run: Run, title: str | None = None) -> Figure:
     if any(each.blocked > each.collective.start for own in passages for each in own):
         looks["below: under way meanwhile"] = (style.ORANGE, "")
     handles = style.patches(looks)
-    if run.regions:
-        handles.append(Patch(facecolor=style.PALETTE[2], alpha=0.45, edgecolor="black", label="above: regions of the job"))
+    for name in names[:6]:  # a band may be too narrow for its name; more than six would crowd out the lanes
+        color = style.PALETTE[(names.index(name) + 2) % 7]
+        handles.append(Patch(facecolor=color, alpha=0.45, edgecolor="black", label=f"above: {name}"))
     style.legend_above(axes, 3, handles=handles)
     return figure
 
