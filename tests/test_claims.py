@@ -71,6 +71,19 @@ def test_the_page_has_every_claim_with_its_state(capsys):
     assert "     measured 24.2 GiB, expected 26 GB; only if weights alone are counted" in lines
 
 
+def test_the_page_is_a_table_in_a_notebook(monkeypatch):
+    cards = []
+    monkeypatch.setattr(record.Card, "show", lambda card: cards.append(card))
+    claims.page()
+    shown = cards[0]._repr_html_()
+    assert shown.count("<tr>") == 1 + 44
+    assert "<th style=text-align:left>what the article says</th></tr><tr><td style=text-align:left>E1</td>" in shown
+    assert "<code>vllm serve" in shown
+    assert record.table([("a < b", "`x`")]) == (
+        "<table><tr><td style=text-align:left>a &lt; b</td><td style=text-align:left><code>x</code></td></tr></table>"
+    )
+
+
 def test_published_verdicts_are_those_shown_in_committed_outputs(monkeypatch, tmp_path, capsys):
     (tmp_path / "notebooks").mkdir()
     claims.load()  # from the course's own data
