@@ -1,6 +1,7 @@
 """Each silent fault, put into a small job, is found and named; healthy jobs raise no alarm."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -193,3 +194,15 @@ def test_what_the_job_must_return():
         equivalence.compare(lambda: 3)
     with pytest.raises(ValueError, match="the smaller first"):
         equivalence.compare(weighted, ranks=(2, 2))
+
+
+def test_a_compared_job_runs_under_its_own_name():
+    def half_a_step():
+        model = torch.nn.Linear(2, 1)
+        loss = model(torch.ones(3, 2)).mean()
+        loss.backward()
+        return equivalence.observe(model, loss=loss, tokens=3)
+
+    run = equivalence.compare(half_a_step).runs[1]
+    assert run.name == "half_a_step"
+    assert re.fullmatch(r"Observation\(loss -?[\d.]+, 2 gradients\)", repr(run.results[0]))

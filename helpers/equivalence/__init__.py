@@ -18,6 +18,7 @@ from helpers.equivalence.naming import stage_names
 from helpers.equivalence.observing import Observation, observe
 from helpers.equivalence.origins import Origin, first_nan, layers, origin
 from helpers.launching import Run, launch
+from helpers.launching.shipping import name_of
 
 __all__ = [
     "Comparison",
@@ -69,7 +70,7 @@ def compare(
     small, large = ranks
     if not 1 <= small < large:
         raise ValueError(f"ranks is {ranks}; give two numbers, the smaller first: (1, 2)")
-    runs = [launch(_without_dropout, job, args, kwargs, ranks=count, timeout=timeout) for count in ranks]
+    runs = [launch(_WithoutDropout(job), args, kwargs, ranks=count, timeout=timeout) for count in ranks]
     return judge(*runs)
 
 
@@ -91,15 +92,21 @@ def judge(few: Run, many: Run) -> Comparison:
     return Comparison((few.ranks, many.ranks), tuple(findings), errors, (few, many))
 
 
-def _without_dropout(job: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    import torch
+class _WithoutDropout:
+    """A job in which nothing is dropped; it runs under its own name."""
 
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        setattr(torch.nn.functional, name, lambda input, *_, **__: input)
-    attention = torch.nn.functional.scaled_dot_product_attention
+    def __init__(self, job: Callable[..., Any]) -> None:
+        self.job, self.__name__ = job, name_of(job)
 
-    def undropped(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
-        return attention(query, key, value, attn_mask, 0.0, **rest)
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        import torch
 
-    torch.nn.functional.scaled_dot_product_attention = undropped  # type: ignore[assignment]
-    return job(*args, **kwargs)
+        for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+            setattr(torch.nn.functional, name, lambda input, *_, **__: input)
+        attention = torch.nn.functional.scaled_dot_product_attention
+
+        def undropped(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
+            return attention(query, key, value, attn_mask, 0.0, **rest)
+
+        torch.nn.functional.scaled_dot_product_attention = undropped  # type: ignore[assignment]
+        return self.job(*args, **kwargs)

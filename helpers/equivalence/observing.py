@@ -12,7 +12,7 @@ from helpers.equivalence.naming import Rename, renamed
 from helpers.equivalence.origins import Origin, Watch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Observation:
     """What one rank saw of one step. Tensors are on the CPU in FP32, whole unless `cuts` names them."""
 
@@ -32,6 +32,10 @@ class Observation:
     rates: tuple[float, ...] | None
     planned: tuple[float, ...] | None
     origin: Origin | None
+
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f"loss {self.loss:.4g}, "
+        return f"Observation({loss}{len(self.gradients)} gradients)"
 
 
 def observe(
