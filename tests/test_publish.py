@@ -93,6 +93,14 @@ def test_publishing_twice_gives_the_same_bytes(tmp_path, monkeypatch):
     assert b"Software" not in base64.b64decode(stored.cells[3].outputs[0].data["image/png"])
 
 
+def test_the_cell_that_takes_longest_is_named_first(tmp_path, capsys):
+    work = "end = time.monotonic() + 0.3\nwhile time.monotonic() < end:\n    pass"
+    path = notebook(tmp_path / "slow.ipynb", f'# %% id="quick"\nimport time\n\n# %% id="slow"\n{work}\n')
+    (first, seconds), (second, _) = publish.publish(path).slowest
+    assert (first, second) == ("slow", "quick")
+    assert 0.3 <= seconds < 60
+
+
 def test_check_finds_a_change_and_makes_none(tmp_path, capsys):
     path = notebook(tmp_path / "sum.ipynb", '# %% id="sum"\nprint(1 + 1)\n')
     before = path.read_text(encoding="utf-8")

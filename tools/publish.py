@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -46,10 +47,11 @@ class CellFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Published:
-    """What publishing one notebook did: seconds to execute it and the ids of the cells that are new or have changed."""
+    """What publishing one notebook did: seconds to execute it, the slowest cells, and the ids of cells that are new or have changed."""
 
     path: Path
     seconds: float
+    slowest: list[tuple[str, float]]
     changed: list[str]
     written: bool
 
@@ -110,7 +112,7 @@ def execute(notebook: NotebookNode, folder: Path, cell_seconds: int = CELL_SECON
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
     with tempfile.TemporaryDirectory(prefix="publish_") as scratch:
-        client = _Client(notebook, timeout=cell_seconds, record_timing=False, coalesce_streams=True)
+        client = _Client(notebook, timeout=cell_seconds, record_timing=True, coalesce_streams=True)
         client.scratch = Path(scratch)
         try:
             client.execute(cwd=str(folder), env=execution_environment(Path(scratch)))
@@ -126,6 +128,17 @@ def execute(notebook: NotebookNode, folder: Path, cell_seconds: int = CELL_SECON
         if "raises-exception" in _tags(cell) and not any(output.output_type == "error" for output in cell.outputs):
             raise CellFailed(f"cell {cell.id!r} is tagged raises-exception but raised nothing: mend the cell or take the tag off")
     return notebook
+
+
+def slowest(notebook: NotebookNode, count: int = 3) -> list[tuple[str, float]]:
+    """The cells of an executed notebook that took longest: id and seconds."""
+
+    def seconds(times: dict[str, str]) -> float:
+        start, end = (datetime.fromisoformat(times[moment]) for moment in ("iopub.execute_input", "shell.execute_reply"))
+        return (end - start).total_seconds()
+
+    took = [(cell.id, seconds(cell.metadata.execution)) for cell in notebook.cells if "execution" in cell.metadata]
+    return sorted(took, key=lambda pair: pair[1], reverse=True)[:count]
 
 
 def settle(notebook: NotebookNode) -> NotebookNode:
@@ -231,8 +244,9 @@ def publish(path: Path, *, check: bool = False, timings: bool = False, cell_seco
     """
     stored = read(path)
     start = time.perf_counter()
-    fresh = settle(execute(stored, path.parent, cell_seconds))
+    executed = execute(stored, path.parent, cell_seconds)
     seconds = time.perf_counter() - start
+    fresh = settle(executed)
     keep_timings(fresh, nbformat.v4.new_notebook() if timings else stored)
     fresh.metadata["published_sources"] = sources_hash(fresh)
     before = {cell.id: cell for cell in stored.cells}
@@ -240,7 +254,7 @@ def publish(path: Path, *, check: bool = False, timings: bool = False, cell_seco
     differs = text_of(fresh) != path.read_text(encoding="utf-8")
     if differs and not check:
         write(path, fresh)
-    return Published(path, seconds, changed, differs)
+    return Published(path, seconds, slowest(executed), changed, differs)
 
 
 def _tags(cell: NotebookNode) -> list[str]:
@@ -277,7 +291,8 @@ def main(arguments: list[str] | None = None) -> int:
         bad += options.check and done.written
         verb = "would change" if options.check else "written"
         what = f"{verb}: {', '.join(done.changed) or 'layout only'}" if done.written else "unchanged"
-        print(f"{shown(path):44} {done.seconds:6.1f} s  {what}", flush=True)
+        print(f"{shown(path):44} {done.seconds:6.1f} s  {what}")
+        print(f"{'':4}slowest cells: {', '.join(f'{id} {seconds:.1f} s' for id, seconds in done.slowest)}", flush=True)
     print(f"{'in all':44} {total:6.1f} s")
     return 1 if bad else 0
 
