@@ -47,7 +47,7 @@ class CellFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Published:
-    """What publishing one notebook did: seconds to execute it, the slowest cells, and the ids of cells that are new or have changed."""
+    """What publishing a notebook did: seconds to execute it, its slowest cells, ids of the cells that are new or have changed."""
 
     path: Path
     seconds: float
