@@ -34,7 +34,7 @@ class Template(BaseModel, frozen=True, extra="forbid"):
 
     def placement(self, model: Any) -> dict[str, Any]:
         """The placement for `model` on this machine, its layers as ranges."""
-        gpus = list(range(gpu_count())) or ["cpu"]
+        gpus: list[Any] = [*range(gpu_count())] or ["cpu"]
         places: dict[str, list[Any]] = {"fast": gpus[:1], "gpus": gpus, "cpu": ["cpu"], "disk": ["disk"]}
         placed: dict[str, Any] = {
             name_of(model, model.get_input_embeddings()): places[self.embedding][0],

@@ -98,7 +98,8 @@ def _command(line: str, text: str) -> list[str]:
 def _unit(text: str, joined: str) -> list[str]:
     """What is wrong with a systemd unit as such; `joined` has each of its lines whole."""
     unit = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=", comment_prefixes=("#", ";"))
-    unit.optionxform = str  # type: ignore[assignment, method-assign]  (keys keep their capitals)
+    # keys keep their capitals
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
     try:
         unit.read_string(joined)
     except configparser.Error as error:
