@@ -1,6 +1,5 @@
 """What `diagnose` reads in logs and in hand-made records: every fault's signs, no guesses, any size, any dirt."""
 
-import html
 import random
 import re
 import subprocess
@@ -82,7 +81,7 @@ def test_an_example_is_named(id):
     assert found.evidence[0].startswith(("line ", "rank "))
     assert not found.healthy
     assert str(found).startswith(found.name)
-    assert html.escape(found.mend) in found._repr_html_()
+    assert f"Mend: {found.mend}" in str(found)
 
 
 @pytest.mark.parametrize("id", WITH_EXAMPLE)
@@ -141,7 +140,6 @@ def test_what_is_healthy_or_no_log_is_not_named():
         assert not found.healthy
         assert str(found).startswith("I don't know")
         assert found.look_next
-        assert "I don" in found._repr_html_()
     assert diagnose(POEM).fault is None
 
 
@@ -329,7 +327,7 @@ def test_swapped_lines_are_found(ranks):
     assert found.rows[1].source.endswith(": b")
     assert found.later[0].source.endswith(": b")
     assert "cell 1, line 5: a" in str(found)
-    assert "opposite order" in found._repr_html_()
+    assert "opposite order" in str(found)
     named = diagnose(run)
     assert named.fault == "swapped-order"
     assert not named.healthy

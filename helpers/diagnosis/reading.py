@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import io
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from helpers.diagnosis.catalogue import SAYS, Fault, faults
+from helpers.diagnosis.catalogue import Fault, faults
 
 BLOCK = 1 << 20  # characters that are searched at a time
 LONGEST = 1 << 13  # characters of an unfinished line that are waited for, and of the lines before that a block is searched with
@@ -34,8 +35,7 @@ class Sighting:
     """Where a fault's sign first stands in a log, and which ranks printed it."""
 
     fault: Fault
-    position: float = math.inf  # characters before it
-    line: int = 0  # its number, counted from 1
+    line: int  # its number, counted from 1
     texts: list[str] = field(default_factory=list)  # some of its lines, the first first
     ranks: set[int] = field(default_factory=set)
     count: int = 0
@@ -55,11 +55,11 @@ class Reading:
     @property
     def best(self) -> Sighting | None:
         """The cause that stands first; without one the symptom, else the consequence, that the catalogue names first."""
-        order = {fault.id: number for number, fault in enumerate(faults())}
+        order = [fault.id for fault in faults()]
 
-        def key(sighting: Sighting) -> tuple[int, float, int]:
-            cause = sighting.fault.says == "cause"
-            return SAYS.index(sighting.fault.says), sighting.position if cause else 0, order[sighting.fault.id]
+        def key(sighting: Sighting) -> tuple[int, int, int]:
+            fault = sighting.fault
+            return fault.weight, sighting.line if fault.says == "cause" else 0, order.index(fault.id)
 
         return min(self.sightings.values(), key=key, default=None)
 
@@ -69,74 +69,51 @@ def read(source: str | Path) -> Reading:
 
     Raises OSError where the file cannot be read.
     """
-    reading, before, offset = Reading(), "", 0
-    blocks = _blocks(source)
-    block = next(blocks, "")
-    while block:
-        following = next(blocks, "")
-        _search(reading, before, block, offset, not following)
-        offset += len(block)
+    reading, before = Reading(), ""
+    for block, following in itertools.pairwise(itertools.chain(_blocks(source), [""])):
+        _search(reading, before, block, last=not following)
         reading.blank = reading.blank and not block.strip()
         reading.lines += block.count("\n")
-        before, block = block[-LONGEST:], following
+        before = block[-LONGEST:]
     return reading
 
 
 def _blocks(source: str | Path) -> Iterator[str]:
-    """The text in pieces of whole lines, as far as lines are not endless."""
-    rest = ""
-    for piece in _pieces(source):
-        rest += piece
-        end = max(rest.rfind("\n"), rest.rfind("\r")) + 1
-        if not end and len(rest) > LONGEST:
-            end = len(rest)
-        if end:
-            yield _plain(rest[:end])
-            rest = rest[end:]
-    if rest.strip():
-        yield _plain(rest + "\n")
+    """The text in pieces of whole lines, as far as lines are not endless, without colours."""
+    raw = io.BytesIO(source.encode(errors="replace")) if isinstance(source, str) else io.FileIO(source)
+    with io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as file:
+        while piece := file.read(BLOCK) + file.readline(LONGEST):
+            yield _ANSI.sub("", piece)
 
 
-def _pieces(source: str | Path) -> Iterator[str]:
-    if isinstance(source, str):
-        yield from (source[start : start + BLOCK] for start in range(0, len(source), BLOCK))
-        return
-    with open(source, encoding="utf-8", errors="replace", newline="") as file:
-        while piece := file.read(BLOCK):
-            yield piece
-
-
-def _plain(text: str) -> str:
-    text = _ANSI.sub("", text) if "\x1b" in text else text
-    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
-
-
-def _search(reading: Reading, before: str, block: str, offset: int, last: bool) -> None:
+def _search(reading: Reading, before: str, block: str, last: bool) -> None:
     """Note what the block holds; signs of several lines may begin in `before`."""
     text, seen = before + block, len(before)
 
     def line_at(position: int) -> str:
-        return text[text.rfind("\n", 0, position) + 1 : (text.find("\n", position) + 1 or len(text) + 1) - 1]
+        end = text.find("\n", position)
+        return text[text.rfind("\n", 0, position) + 1 : end if end >= 0 else len(text)]
 
     for fault in faults():
         for fixed, pattern in fault.searches:
             if fixed not in text or (pattern.pattern.endswith(r"\Z") and not last):
                 continue
-            matches = (match for match in pattern.finditer(text) if match.end() > seen and _FILTERS.get(fault.id, _any)(match))
-            for number, match in enumerate(matches):
-                position = offset + match.start() - seen
-                sighting = reading.sightings.setdefault(fault.id, Sighting(fault))
-                if position < sighting.position:
-                    sighting.position = position
-                    sighting.line = reading.lines + text.count("\n", seen, match.start()) + 1
-                shown = _short(line_at(match.end() - 1)) if number == 0 and len(sighting.texts) < MOST_LINES else ""
-                if shown and not any(shown in other or other in shown for other in sighting.texts):
-                    sighting.texts.append(shown)
-                sighting.count += 1
+            matches = [match for match in pattern.finditer(text) if match.end() > seen and _is_sign(match)]
+            if not matches:
+                continue
+            number = reading.lines + text.count("\n", seen, matches[0].start()) + 1
+            sighting = reading.sightings.setdefault(fault.id, Sighting(fault, number))
+            sighting.line = min(sighting.line, number)
+            sighting.count += len(matches)
+            shown = _short(line_at(matches[0].end() - 1))
+            if len(sighting.texts) < MOST_LINES and not any(shown in other or other in shown for other in sighting.texts):
+                sighting.texts.append(shown)
+            for match in matches if len(sighting.ranks) < MOST_RANKS else ():
                 rank = rank_of(line_at(match.start()))
-                if rank is not None and len(sighting.ranks) < MOST_RANKS:
-                    sighting.ranks.add(rank)
-    _note_exceptions(reading, text, seen, line_at)
+                sighting.ranks.update([] if rank is None else [rank])
+    for line in block.splitlines():
+        if "Error: " in line or "Exception: " in line:
+            _note_exception(reading, line)
     if reading.failed_rank is None and "Root Cause" in text and (summary := _FAILED_RANK.search(text)):
         reading.failed_rank = int(summary[1])
     if not reading.trouble:
@@ -144,27 +121,22 @@ def _search(reading: Reading, before: str, block: str, offset: int, last: bool) 
         reading.trouble = _short(line_at(first)) if first >= 0 else ""
 
 
-def _note_exceptions(reading: Reading, text: str, seen: int, line_at: Callable[[int], str]) -> None:
-    for ending in ("Error: ", "Exception: "):
-        at = text.find(ending, seen)
-        while at >= 0:
-            line = line_at(at)
-            rank = rank_of(line)
-            match = _EXCEPTION.search(line) if rank not in reading.exceptions and len(reading.exceptions) < MOST_RANKS else None
-            if match and not _follows(line):
-                reading.exceptions[rank] = _short(match[0])
-            at = text.find("\n", at)
-            at = text.find(ending, at) if at >= 0 else -1
+def _is_sign(match: re.Match[str]) -> bool:
+    """Whether memory, where a pattern names what was `wanted` and lay `unused`, would have been enough in one piece."""
+    if "unused" not in match.re.groupindex:
+        return True
+    wanted, unused = (float(number) * _MIB[unit] for number, unit in _SIZE.findall(f"{match['wanted']} {match['unused']}"))
+    return unused >= wanted
 
 
-def _follows(line: str) -> bool:
-    """Whether the line is what a rank says when another one has failed."""
-    return "ChildFailedError" in line or any(
-        fixed in line and pattern.search(line)
-        for fault in faults()
-        if fault.says == "consequence"
-        for fixed, pattern in fault.searches
-    )
+def _note_exception(reading: Reading, line: str) -> None:
+    """Keep each rank's first exception, unless it is what a rank says when another one has failed."""
+    rank, match = rank_of(line), _EXCEPTION.search(line)
+    if match is None or rank in reading.exceptions or len(reading.exceptions) >= MOST_RANKS or "ChildFailedError" in line:
+        return
+    consequences = [search for fault in faults() if fault.says == "consequence" for search in fault.searches]
+    if not any(fixed in line and pattern.search(line) for fixed, pattern in consequences):
+        reading.exceptions[rank] = _short(match[0])
 
 
 def rank_of(line: str) -> int | None:
@@ -176,16 +148,3 @@ def rank_of(line: str) -> int | None:
 def _short(line: str) -> str:
     line = " ".join(line.split())
     return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
-
-
-def _any(match: re.Match[str]) -> bool:
-    return True
-
-
-def _fragmented(match: re.Match[str]) -> bool:
-    """Whether what lies reserved but unused would have been enough for the request."""
-    wanted, unused = (float(number) * _MIB[unit] for number, unit in _SIZE.findall(match["wanted"] + " " + match["unused"]))
-    return unused >= wanted
-
-
-_FILTERS = {"cuda-fragmentation": _fragmented}  # fault -> what else a match must fulfil

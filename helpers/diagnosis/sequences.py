@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +15,14 @@ ALIKE = (
     "reduce_scatter",
     "all_to_all",
 )  # every rank plays the same part: two that meet belong together
+TITLES = {
+    "missing": "The first place to which not every rank came:",
+    "group": "The first place where a rank went to another group:",
+    "source": "The ranks pass these lines in opposite order, so each sum mixes the values of both:",
+}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Mismatch:
     """`rows` holds what each rank of the group issued at that place, None where it issued nothing any more.
 
@@ -28,27 +31,18 @@ class Mismatch:
     """
 
     what: str
-    rows: dict[int, Collective | None]
-    later: dict[int, Collective] | None = None  # of "source": where the two ranks issue what the other issued here
+    rows: waits.Row
+    later: waits.Row | None = None  # of "source": where the two ranks issue what the other issued here
 
     @property
     def odd(self) -> int | None:
         """The one rank that differs where all others (at least two) agree."""
         return None if self.what == "source" else waits.odd_one_out(self.rows)
 
-    def __str__(self) -> str:
-        title = {
-            "missing": "The first place to which not every rank came:",
-            "group": "The first place where a rank went to another group:",
-            "source": "The ranks pass these lines in opposite order, so each sum mixes the values of both:",
-        }.get(self.what, f"The first place where the ranks differ in {self.what}:")
-        lines = [title, waits.describe_difference(self.rows)]
-        if self.later:
-            lines += ["and later:", waits.describe_difference(dict(self.later))]
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+    def __repr__(self) -> str:
+        title = TITLES.get(self.what, f"The first place where the ranks differ in {self.what}:")
+        later = ["and later:", waits.describe_difference(self.later)] if self.later else []
+        return "\n".join([title, waits.describe_difference(self.rows), *later])
 
 
 def find(collectives: Sequence[Collective], ended: bool = True) -> Mismatch | None:
@@ -88,25 +82,26 @@ def _swapped(collectives: Sequence[Collective]) -> Mismatch | None:
     Different lines at one place alone are no sign: ranks may take different branches to the same sum. Nor is it one where ranks
     take a part in turn (other ranks agree at the two places), nor an operation with a root, where branches often do so.
     """
-    issued: dict[tuple[tuple[int, ...], int], list[Collective]] = defaultdict(list)
+    issued: dict[tuple[int, ...], dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for collective in sorted(collectives, key=lambda c: c.sequence):
         if collective.op in ALIKE and collective.source is not None:
-            issued[collective.group, collective.rank].append(collective)
+            issued[collective.group][collective.rank].append(collective)
     found = []
-    for group in {group for group, _ in issued}:
-        members = [issued[group, rank] for rank in group]
+    for group, by_rank in issued.items():
+        members = [by_rank[rank] for rank in group]
         if len({tuple(sorted(map(_line, sequence))) for sequence in members}) > 1:
             continue  # not the same lines equally often: not an order, but other work
         rows = list(zip(*members, strict=True))
-        first = next((place for place, row in enumerate(rows) if len(set(map(_line, row))) > 1), None)
-        if first is None:
+        while rows and len(set(map(_line, rows[0]))) == 1:
+            del rows[0]
+        if not rows:
             continue
-        here = rows[first]
-        a, b = next((i, j) for i, j in itertools.combinations(range(len(here)), 2) if _line(here[i]) != _line(here[j]))
-        there = next(row for row in rows[first:] if _line(row[a]) == _line(here[b]))
+        here, a = rows[0], 0
+        b = next(member for member, c in enumerate(here) if _line(c) != _line(here[a]))
+        there = next(row for row in rows if _line(row[a]) == _line(here[b]))
+        back = next(row for row in rows if _line(row[b]) == _line(here[a]))
         if _split(here) == _split(there):
-            later = next(row[b] for row in rows[first:] if _line(row[b]) == _line(here[a]))
-            found.append(Mismatch("source", {c.rank: c for c in here}, {there[a].rank: there[a], later.rank: later}))
+            found.append(Mismatch("source", {c.rank: c for c in here}, {group[a]: there[a], group[b]: back[b]}))
     return min(found, key=lambda mismatch: min(c.start for c in mismatch.rows.values() if c is not None), default=None)
 
 
@@ -115,9 +110,7 @@ def _line(collective: Collective) -> str:
     return (collective.source or "").partition(": ")[2] or str(collective.source)
 
 
-def _split(row: Sequence[Collective]) -> set[frozenset[int]]:
-    """Which ranks are in the same line."""
-    lines = defaultdict(set)
-    for collective in row:
-        lines[_line(collective)].add(collective.rank)
-    return {frozenset(ranks) for ranks in lines.values()}
+def _split(row: Sequence[Collective]) -> list[int]:
+    """For each rank, the first one that is in the same line."""
+    lines = list(map(_line, row))
+    return [lines.index(line) for line in lines]
