@@ -57,7 +57,7 @@ def table(name: str, title: str) -> None:
     """Print a recording of `make gpu-check` as a table under its title, with machine and date; say so where there is none."""
     file = FOLDER / f"{name}.json"
     if not file.exists():
-        print(f"{title}: not recorded yet. `make gpu-check` on a machine with an NVIDIA GPU records it.")
+        print(f"{title}: not recorded yet.\n  `make gpu-check` on a machine with an NVIDIA GPU records it.")
         return
     page = json.loads(file.read_text(encoding="utf-8"))
     shown = [[_cell(value) for value in row] for row in [page["values"]["columns"], *page["values"]["rows"]]]

@@ -68,7 +68,7 @@ def test_the_measurements_run_on_a_cpu(tmp_path):
 
 def test_what_was_recorded_is_shown_with_machine_and_date(folder, made_up, capsys):
     recorded.table("gpu_levers", "Steps")
-    assert capsys.readouterr().out == "Steps: not recorded yet. `make gpu-check` on a machine with an NVIDIA GPU records it.\n"
+    assert capsys.readouterr().out == "Steps: not recorded yet.\n  `make gpu-check` on a machine with an NVIDIA GPU records it.\n"
     assert gpu_check.main(["--into", str(folder)]) == 0
     page = json.loads((folder / "gpu_levers.json").read_text())
     assert "a made-up GPU" in page["machine"]
