@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local, here = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     logging.basicConfig(format=f"rank {rank}: %(message)s", stream=sys.stderr)
-    die_with(os.getppid())  # torchrun
+    die_with(os.getppid(), signal.SIGKILL if rank else signal.SIGTERM)  # with torchrun; rank 0 answers what it has accepted
     if rank:  # rank 0 decides when it is over
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -147,6 +147,6 @@ async def _ask(client: httpx.AsyncClient, body: dict[str, Any], number: int, beg
                 problem = "the reply has another request's id"
             elif expected not in (None, text):
                 problem = "the reply has another text than expected"
-    except (httpx.HTTPError, KeyError, ValueError) as error:
+    except (httpx.HTTPError, LookupError, TypeError, AttributeError, ValueError) as error:  # or an answer of another shape
         problem = f"no answer: {type(error).__name__} {error}".rstrip()
     return Reply(number, sent - begin, time.perf_counter() - sent, status, text, tokens, problem)

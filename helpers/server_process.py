@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 import httpx
 import psutil
 
-from helpers.launching.processes import adopt_orphans, end_descendants
+from helpers.launching.processes import adopt_orphans, die_with, end_descendants
 
 GRACE = 40.0  # seconds to finish what was accepted; torchrun gives its ranks 30 of them
 HASTE = 5.0  # seconds to end before anything was accepted, or when nobody waits for it any more
@@ -65,7 +65,12 @@ class ServerProcess:
     def stop(self, asked: signal.Signals) -> None:
         """End it: with SIGTERM it may finish what it has accepted (GRACE), with SIGINT it has HASTE; nothing is left."""
         self._guard.send_signal(asked)
-        self._guard.wait()
+        try:
+            self._guard.wait()
+        except BaseException:  # a second interrupt: it has to be quick now, but still leaves nothing
+            self._guard.send_signal(signal.SIGINT)
+            self._guard.wait()
+            raise
         self.log()
 
 
@@ -102,7 +107,8 @@ def _wait_until_ready(server: ServerProcess, path: str, timeout: float, watch: C
     deadline = time.monotonic() + timeout
     while True:
         if (code := server.returncode) is not None:
-            how = signal.Signals(code - 128).name if code > 128 else f"exit code {code}"
+            signals = {number: each.name for each in signal.Signals for number in (128 + each, -each)}
+            how = signals.get(code, f"exit code {code}")
             raise NotReady(f"the server ended before it answered ({how})", server.log())
         if time.monotonic() > deadline:
             raise NotReady(f"the server did not answer within {timeout:g} s", server.log())
@@ -130,19 +136,23 @@ def guard(owner: int, folder: str, command: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
     adopt_orphans()
-    server = subprocess.Popen(command)
+    me = os.getpid()
+    linux = sys.platform == "linux"
+    server = subprocess.Popen(command, preexec_fn=(lambda: die_with(me)) if linux else None)  # also when this guard is killed
     while server.poll() is None and not asked and os.getppid() == owner:
         time.sleep(0.1)
     family = _below()
     server.terminate()
-    try:
-        server.wait(GRACE if signal.SIGTERM in asked else HASTE)
-    except subprocess.TimeoutExpired:
-        server.kill()
+    end = time.monotonic() + (GRACE if signal.SIGTERM in asked else HASTE)
+    while server.poll() is None and time.monotonic() < end:
+        if signal.SIGINT in asked or os.getppid() != owner:
+            end = min(end, time.monotonic() + HASTE)
+        time.sleep(0.1)
+    server.kill()  # nothing where it has ended
     code = server.wait()
     left = psutil.wait_procs(family | _below(), timeout=1)[1]
     for process in left:
-        with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if "resource_tracker" not in " ".join(process.cmdline()):
                 process.kill()
     psutil.wait_procs(left, timeout=3)  # Python's resource trackers free shared memory when all others have ended

@@ -206,3 +206,15 @@ def test_a_compared_job_runs_under_its_own_name():
     run = equivalence.compare(half_a_step).runs[1]
     assert run.name == "half_a_step"
     assert re.fullmatch(r"Observation\(loss -?[\d.]+, 2 gradients\)", repr(run.results[0]))
+
+
+def test_samples_without_an_order_are_compared_too():
+    def by_name(mistake=False):
+        model, rank = torch.nn.Linear(2, 1), dist.get_rank()
+        rows = ["a", 1, "b", None][rank :: dist.get_world_size()]
+        if mistake:
+            rows = rows[:1] * 2
+        return equivalence.observe(model, tokens=len(rows), samples=rows)
+
+    assert equivalence.compare(by_name).equal
+    assert [f.fault for f in equivalence.compare(by_name, mistake=True).findings] != []

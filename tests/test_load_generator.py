@@ -112,6 +112,8 @@ def test_an_open_loop_sends_at_poisson_moments_whether_or_not_replies_come():
         (lambda body, own: reply("TEXT OF ANOTHER", own), "another text than expected"),
         (lambda body, own: JSONResponse({"error": {"message": "full"}}, 429), "HTTP 429: {'message': 'full'}"),
         (lambda body, own: {"id": own}, "no answer: KeyError"),
+        (lambda body, own: {"id": own, "choices": []}, "no answer: IndexError"),
+        (lambda body, own: {"id": own, "choices": [{"text": "a"}], "usage": None}, "no answer: TypeError"),
     ],
 )
 def test_a_reply_that_is_not_right_has_a_problem(answer, problem):

@@ -117,3 +117,25 @@ def test_what_watches_a_start_may_end_it():
     ):
         pass
     assert failure.value.log == "loading\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a server ends with a guard that was killed on Linux only")
+def test_a_server_does_not_outlive_a_guard_that_was_killed():
+    port = free_port()
+    script = f"import os; print('server', os.getpid(), flush=True); {SERVE.strip().splitlines()[0]}\n" + SERVE
+    with started([sys.executable, "-c", script, str(port)], f"http://127.0.0.1:{port}", path="/") as server:
+        wait_until(lambda: "child" in server.log(), "the server has printed")
+        words = server.log().split()
+        itself, child = (psutil.Process(int(words[words.index(name) + 1])) for name in ("server", "child"))
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: not running(itself), "the server has ended with its guard")
+    child.kill()  # what a server starts must look after itself then
+
+
+def test_any_exit_code_is_told():
+    command = [sys.executable, "-c", "import sys; sys.exit(255)"]
+    with pytest.raises(NotReady, match=r"\(exit code 255\)"), started(command, "http://x"):
+        pass
+    command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGABRT)"]
+    with pytest.raises(NotReady, match=r"\(SIGABRT\)"), started(command, "http://x"):
+        pass

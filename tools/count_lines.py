@@ -2,16 +2,19 @@
 
     python tools/count_lines.py
 
-Prints a line for each module; exit code 1 where the package is over its limit.
+Prints a line for each module. Exit code 1 where the package has grown beyond its ceiling, which only goes down towards the goal,
+or a file has more than 300 lines.
 """
 
 import ast
 import io
+import sys
 import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 4000  # lines of code in helpers/
+GOAL = 4000  # lines of code in helpers/
+CEILING = 9800  # what it has come down to: with new code some other code must go
 LONG_FILE = 300  # lines of a file, all kinds: more are two ideas
 NO_CODE = {
     tokenize.COMMENT,
@@ -40,16 +43,17 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
-def main() -> None:
-    total = 0
+def main() -> int:
+    total, long = 0, 0
     for path in sorted((ROOT / "helpers").rglob("*.py")):
         source = path.read_text(encoding="utf-8")
         count, length = code_lines(source), len(source.splitlines())
         total += count
+        long += length > LONG_FILE
         print(f"{count:6}  {path.relative_to(ROOT)}{f'  ({length} lines in all: two ideas?)' if length > LONG_FILE else ''}")
-    over = f", {total - LIMIT:,} more than the {LIMIT:,} it should have" if total > LIMIT else f", of at most {LIMIT:,}"
-    print(f"{total:6}  lines of code in helpers{over}")
+    print(f"{total:6}  lines of code in helpers, of at most {CEILING:,}; the goal is {GOAL:,}")
+    return int(total > CEILING or long > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 from helpers.equivalence.findings import Finding, finding, several
 from helpers.equivalence.joining import PARTS, TOLERANCE, Side, different, distance, distances, outputs
@@ -46,7 +47,7 @@ def of_samples(few: Side, many: Side) -> list[Finding]:
             found.append(finding(fault, f"epoch {epoch}: {counts}, for example {examples}"))
             break
     epochs = min(len(before[0].epochs), len(after[0].epochs))
-    shuffled = any(list(epoch) != sorted(epoch) for each in after for epoch in each.epochs)  # type: ignore[type-var]
+    shuffled = any(_shuffled(epoch) for each in after for epoch in each.epochs)
     if epochs > 1 and shuffled and all(len(set(each.epochs)) == 1 for each in after):
         evidence = f"{epochs} epochs of each rank are identical, although the order is shuffled"
         found.append(finding("the same order in every epoch", evidence))
@@ -55,6 +56,13 @@ def of_samples(few: Side, many: Side) -> list[Finding]:
         evidence = f"all {len(drawn)} ranks drew {len(drawn[0])} identical numbers"
         found.append(finding("the same random augmentation on every rank", evidence))
     return found
+
+
+def _shuffled(epoch: Sequence[Any]) -> bool:
+    try:
+        return list(epoch) != sorted(epoch)
+    except TypeError:  # samples that have no order
+        return False
 
 
 def _one_of_each_model(side: Side) -> list[Observation]:

@@ -64,7 +64,7 @@ def first_nan(model: Any, *, rename: Rename | None = None) -> Iterator[Watch]:
     def note(tensors: Iterable[Any], layer: str, phase: str, what: str, of: int | None = None) -> None:
         nonlocal step
         step += 1
-        if watch.found is None and not all(_finite(each, phase) for each in tensors):
+        if watch.found is None and not all(_finite(each, phase if what != "parameters" else "") for each in tensors):
             watch.found = Origin(rank, batch if of is None else of, phase, layer, what, step)
 
     def follow(tensor: Any, maker: str) -> list[str]:
@@ -172,7 +172,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _finite(tensor: Any, phase: str) -> bool:
-    """Whether all values are finite; in forward −inf is one that masks hold."""
+    """Whether all values are finite; in forward −inf is one that masks hold, in and between layers."""
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     return bool((local.isfinite() | (local.isneginf() if phase == "forward" else False)).all())

@@ -16,10 +16,10 @@ import psutil
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def die_with(parent: int) -> None:
-    """Be killed when the parent dies. Raises SystemExit where it is gone already."""
+def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Be ended when the parent dies, on Linux by a signal of choice. Raises SystemExit where it is gone already."""
     if sys.platform == "linux":
-        _set(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _set(_PR_SET_PDEATHSIG, by)
     else:
         threading.Thread(target=_watch, args=[parent], daemon=True).start()
     if os.getppid() != parent:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from helpers import machine, models
+from helpers import machine, model_files, models
 from helpers.server_process import NotReady, ServerProcess, free_port, started
 from helpers.serving import checking, reading
 from helpers.serving.settings import Settings, available, command, on_cpu, shell
@@ -113,7 +113,8 @@ def serve(
         raise ValueError("\n".join(["vLLM would not run so:", *(f"  {problem}" for problem in problems)]))
     config, port = checking.config_of(name), free_port()
     flags = chosen.flags(checking.kv_cache_bytes(config, chosen), checking.precision(config, chosen.dtype))
-    words, variables = command(models.folder(name), name, port, flags), chosen.variables()
+    place = model_files.find(name, complete="dummy" not in chosen.extra)  # a load format that needs no weights
+    words, variables = command(place, name, port, flags), chosen.variables()
     line = shell(words, variables)
     crowded = on_cpu() and chosen.ranks > machine.cores()
     note = f"\n{chosen.ranks} ranks on {machine.cores()} cores: timings oversubscribed" if crowded else ""

@@ -81,9 +81,10 @@ class Settings:
         if on_cpu():
             lists = binding(self.ranks)
             found |= {BIND: "|".join(lists), "OMP_NUM_THREADS": str(len(lists[0].split(",")))}
-            if (given := os.environ.get(BIND, "auto")) != "auto":  # vLLM's "auto" fails where ranks outnumber NUMA nodes
+            if (given := os.environ.get(BIND, "auto")) != "auto":
                 found[BIND] = given
-        return found | dict(self.env or {})
+        # vLLM's "auto" fails where ranks outnumber NUMA nodes
+        return found | {name: value for name, value in (self.env or {}).items() if (name, value) != (BIND, "auto")}
 
 
 def binding(ranks: int, cores: Sequence[int] | None = None) -> list[str]:
