@@ -23,11 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-import yaml
-from packaging.requirements import Requirement
+try:
+    import psutil
+    import yaml
+    from packaging.requirements import Requirement
 
-from helpers import machine
+    from helpers import machine
+except ModuleNotFoundError as missing:  # what this is there to tell
+    if __name__ != "__main__":
+        raise
+    sys.exit(f"fail  packages: missing: {missing.name}\n      mend: make lab installs them")
 
 __all__ = ["Check", "checks", "main"]
 

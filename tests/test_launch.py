@@ -6,7 +6,10 @@ import io
 import mmap
 import multiprocessing
 import os
+import pickle
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,7 +21,7 @@ import pytest
 from launch_support import descendants, folders_of, warm_processes
 
 import helpers
-from helpers import launch
+from helpers import LaunchError, launch
 from helpers.launching import engine, panel, shipping
 from helpers.launching.results import Log, Run, visible
 
@@ -707,3 +710,40 @@ def test_one_collective_is_singular():
 
     assert "; 1 collective, 8 B" in repr(launch(add, 1, ranks=1))
     assert "; 2 collectives, 16 B" in repr(launch(add, 2, ranks=1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits are set for one process, and read, as Linux has them")
+def test_descriptors_of_the_warm_process_do_not_grow_by_four_a_rank(tmp_path):
+    script = tmp_path / "many.py"
+    script.write_text(
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (104, 104))\n"
+        "from helpers import launch\n"
+        "print(sum(launch(lambda: 1, ranks=26, record=False, timeout=240).results))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert (done.stdout.splitlines()[-1:], done.returncode) == (["26"], 0), done.stderr
+
+
+def test_a_launch_works_after_its_folders_were_cleaned_away():
+    assert launch(lambda: 1, ranks=1).results == [1]
+    for folder in folders_of(os.getpid()):
+        shutil.rmtree(folder)
+    assert launch(lambda: 2, ranks=1).results == [2]
+
+
+def test_an_error_is_shown_where_the_job_has_closed_every_descriptor():
+    def careless():
+        os.closerange(3, 200)
+        raise ValueError("what went wrong")
+
+    with pytest.raises(LaunchError) as failure:
+        launch(careless, ranks=1)
+    assert "ValueError: what went wrong" in str(failure.value)
+
+
+def test_a_run_with_much_output_travels():
+    run = launch(lambda: print("x" * (2 << 20)), ranks=1)
+    again = pickle.loads(pickle.dumps(run))
+    assert again.output(0) == run.output(0)
+    assert launch(lambda: len(run.output(0)) > (2 << 20) - 1, ranks=1).results == [True]

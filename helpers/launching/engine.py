@@ -164,6 +164,7 @@ class _Workplace:
         folder, memory = (os.path.join(base, f"job{self.jobs}") for base in (self.folder, self.memory))
         try:
             for each in {folder, memory}:
+                os.makedirs(os.path.dirname(each), mode=0o700, exist_ok=True)  # somebody may have cleaned up
                 os.mkdir(each, mode=0o700)
             yield self.jobs, folder, memory
         finally:

@@ -132,9 +132,10 @@ def _value(name: str, value: Any) -> str:
 
 def _used(value: Any, source: str) -> list[tuple[str, Any]]:
     """The globals and closure variables that a function or class of the notebook refers to, by name."""
-    namespace: dict[str, Any] = {}
-    for function in _functions(value):
-        namespace |= {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    functions = _functions(value)
+    namespace: dict[str, Any] = dict(functions[0].__globals__) if functions else {}
+    for function in functions:
+        namespace |= inspect.getclosurevars(function).nonlocals
     names = dict.fromkeys(_free_names(symtable.symtable(source, "<job>", "exec")))
     return [(name, namespace[name]) for name in names if name in namespace and not hasattr(builtins, name)]
 

@@ -30,11 +30,14 @@ class HostsJob(Job):
 
     def _start(self, method: str) -> None:
         hosts = len(self.request["hosts"])
-        each = len(self.ranks) // hosts
+        ranks = list(self._new_ranks())
+        each = len(ranks) // hosts
         self.agents: dict[int, list[Rank]] = {}
         for host in range(hosts):
-            agent = functools.partial(_agent, self.request, host, each, [rank.ends for rank in self.ranks], os.getpid())
-            self.agents[processes.fork(agent)] = self.ranks[host * each : (host + 1) * each]
+            agent = functools.partial(_agent, self.request, host, each, [rank.ends for rank in ranks], os.getpid())
+            self.agents[processes.fork(agent)] = ranks[host * each : (host + 1) * each]
+        for rank in ranks:
+            rank.close_ends()
 
     def _reap(self) -> None:
         """A rank's keeper says when it has left; where its agent has gone, nobody says so any more."""

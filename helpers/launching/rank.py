@@ -87,7 +87,10 @@ def main(request: dict[str, Any], rank: int, events: int, control: int) -> int:
         print(_traceback(leaving), file=sys.stderr)
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException as error:
-        tell("raised", **report(error), imported=_imported(request))
+        try:
+            tell("raised", **report(error), imported=_imported(request))
+        except OSError:  # the job has closed what is not its own
+            print(_traceback(error), file=sys.stderr)
         code = 1
     _flush()
     return code

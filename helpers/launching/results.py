@@ -44,6 +44,9 @@ class Log:
             large = os.path.getsize(path) > self.SMALL
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if large else file.read()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_data": self._data[:]}  # a map of a file does not travel
+
     def text(self) -> str:
         """All of it; what a carriage return wrote over is gone, as on a terminal."""
         text = self._data[:].decode(errors="replace")

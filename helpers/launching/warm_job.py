@@ -77,6 +77,11 @@ class Rank:
         (events, events_end), (control_end, self.control) = os.pipe(), os.pipe()
         self.events, self.ends = wire.Reader(events), (events_end, control_end)
 
+    def close_ends(self) -> None:
+        """Leave them to the rank: held open here by all at once, those of many ranks would be more than a process may open."""
+        for end in self.ends:
+            os.close(end)
+
 
 class Job:
     """One job: its ranks, what they report, and the one moment (`limit`) at which something happens to all of them."""
@@ -87,15 +92,13 @@ class Job:
         gc.collect()
         gc.freeze()
         self.ticket = slots.hold_too(request["ticket"])  # as long as a rank may live, also when the kernel has gone
-        self.ranks = [Rank(number) for number in range(request["ranks"])]
+        self.ranks: list[Rank] = []
         self._start(method)
         self.selector = selectors.DefaultSelector()
         self.selector.register(kernel, selectors.EVENT_READ)
         self.selector.register(woken, selectors.EVENT_READ)
         for rank in self.ranks:
             self.selector.register(rank.events.descriptor, selectors.EVENT_READ, rank)
-            for end in rank.ends:
-                os.close(end)
         self._expect("join", JOIN_LIMIT)
 
     def _expect(self, reason: str, seconds: float) -> None:
@@ -132,13 +135,14 @@ class Job:
     def _start(self, method: str) -> None:
         one_thread = sys.platform != "linux" or len(os.listdir("/proc/self/task")) == 1
         if method == "fork" and one_thread:
-            for rank in self.ranks:
+            for rank in self._new_ranks():
                 rank.pid = fork_rank(self.request, rank.number, rank.ends)
+                rank.close_ends()
             return
         path = os.path.join(self.request["folder"], "request")
         with open(path, "w") as file:
             json.dump(self.request, file)
-        for rank in self.ranks:
+        for rank in self._new_ranks():
             for end in rank.ends:
                 os.set_inheritable(end, True)
             code = (
@@ -146,6 +150,12 @@ class Job:
                 f"rank.spawned({path!r}, {rank.number}, {os.getpid()}, {rank.ends})"
             )
             rank.pid = os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ, setpgroup=0)
+            rank.close_ends()
+
+    def _new_ranks(self) -> Iterator[Rank]:
+        for number in range(self.request["ranks"]):
+            self.ranks.append(Rank(number))
+            yield self.ranks[-1]
 
     def _listen_to_kernel(self) -> None:
         if any(request["do"] == "cancel" for request in self.kernel.requests()):

@@ -167,8 +167,11 @@ class _Recorder:
 
     @_harmless
     def _write_cuda_ends(self) -> None:
-        while self._cuda and self._cuda_zero and self._cuda[0][1].query():
-            sequence, event = self._cuda.popleft()
+        while self._cuda and self._cuda_zero:
+            sequence, event = self._cuda.popleft()  # taken first: another thread may do the same
+            if not event.query():
+                self._cuda.appendleft((sequence, event))
+                return
             zero, zero_time = self._cuda_zero
             self.journal.write("done", sequence, zero_time + zero.elapsed_time(event) / 1000, None)
 
