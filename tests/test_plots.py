@@ -393,6 +393,17 @@ def test_a_timeline_says_who_did_what_and_where_it_ran():
     assert plots.timeline(run, title="Rank 1 comes late").get_suptitle() == "Rank 1 comes late"
 
 
+def test_regions_are_named_in_the_legend_while_they_are_few():
+    def legend(names):
+        regions = tuple(Region(0, name, number, number + 1.0) for number, name in enumerate(names))
+        figure = plots.timeline(run_of(BOTH, record(0, 0, 9.0, 10.0), record(1, 0, 9.0, 10.0), regions=regions))
+        return [text.get_text() for text in figure.axes[0].get_legend().get_texts() if text.get_text().startswith("above")]
+
+    assert legend(["load", "step", "load"]) == ["above: load", "above: step"]
+    assert legend("abcde") == ["above: regions of the job"]
+    assert legend([]) == []
+
+
 def test_the_name_of_a_region_stands_beside_those_within_it():
     inner = (Region(0, "load", 0.0, 4.0), Region(0, "part", 1.0, 2.0))
     run = run_of(BOTH, record(0, 0, 9.0, 10.0), record(1, 0, 9.0, 10.0), regions=(Region(0, "step", 0.0, 10.0), *inner))

@@ -36,7 +36,8 @@ def plan(found: Plan, title: str | None = None, footer: str = "predicted, not me
             panel.annotate(f" {amount(end, unit)}", (end * factor, place), va="center", fontsize=8, bbox=style.ON_WHITE)
         if unit == "bytes":
             panel.axvline(found.room * factor, color="black", linestyle="--", linewidth=1)
-            panel.annotate(f"room {amount(found.room, unit)}", (found.room * factor, len(rows) - 0.55), fontsize=8, ha="right")
+            room, beside = f"room {amount(found.room, unit)}", {"xytext": (-4, 0), "textcoords": "offset points", "ha": "right"}
+            panel.annotate(room, (found.room * factor, len(rows) - 0.55), fontsize=8, **beside)
         panel.set(xlim=(0, 1.22 * max(ends) * factor), xlabel=f"{label} ({shown})")
         panel.grid(axis="y", visible=False)
         style.legend_above(panel, 2, handles=style.patches(looks), handlelength=1.2, columnspacing=1.0)

@@ -99,7 +99,7 @@ def figure(
         made = Figure(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(h_pad=0.08))
         FigureCanvasAgg(made)
         made.alt, made.footer, made.finding = alt, footer, finding or title
-        made.suptitle(textwrap.fill(title, 76), x=0.01, ha="left", fontsize=11, fontweight="bold")
+        made.suptitle(textwrap.fill(title, 72), x=0.01, ha="left", fontsize=11, fontweight="bold")
         made.supxlabel("\n".join(textwrap.wrap(footer, 110)), x=0.01, ha="left", fontsize=8, color=GREY)
         return made, made.subplots(1, columns, sharey=True)
 

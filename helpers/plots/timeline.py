@@ -106,9 +106,10 @@ def timeline(run: Run, title: str | None = None) -> Figure:
         axes.plot([(start - origin) * factor for start in endless], [rank + 0.05] * len(endless), "|k", markersize=14)
     names = list(dict.fromkeys(region.name for region in run.regions))
     letter = 0.014 * (last_moment(run) - origin)  # seconds that one needs
-    for region in run.regions:
-        color = style.PALETTE[(names.index(region.name) + 2) % 7]
-        band([(region.start, region.end)], region.rank - 0.45, 0.22, color, alpha=0.45, edgecolor="black", linewidth=0.5)
+    for region in sorted(run.regions, key=lambda region: region.start - region.end):  # shorter ones on those they lie in
+        color, piece = style.PALETTE[(names.index(region.name) + 2) % 7], [(region.start, region.end)]
+        band(piece, region.rank - 0.45, 0.22, "white")
+        band(piece, region.rank - 0.45, 0.22, color, alpha=0.45, edgecolor="black", linewidth=0.5)
         left, right = _room_for_name(region, run)
         if right - left > letter * len(region.name):
             middle = ((left + right) / 2 - origin) * factor
@@ -121,10 +122,11 @@ def timeline(run: Run, title: str | None = None) -> Figure:
     if any(each.blocked > each.collective.start for own in passages for each in own):
         looks["below: under way meanwhile"] = (style.ORANGE, "")
     handles = style.patches(looks)
-    for name in names[:6]:  # a band may be too narrow for its name; more than six would crowd out the lanes
-        color = style.PALETTE[(names.index(name) + 2) % 7]
+    named = names if len(names) <= 4 else ["regions of the job"]  # a band may be too narrow for its name
+    for number, name in enumerate(named):
+        color = style.PALETTE[(number + 2) % 7]
         handles.append(Patch(facecolor=color, alpha=0.45, edgecolor="black", label=f"above: {name}"))
-    style.legend_above(axes, 3, handles=handles)
+    style.legend_above(axes, 3 if all(len(name) < 20 for name in named) else 2, handles=handles)
     return figure
 
 
