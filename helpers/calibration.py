@@ -46,7 +46,7 @@ def measure(config: Any = None, *, ranks: int = 2, sequence: int = 64, batches: 
     config = copy.deepcopy(config or models.config())
     shape = architecture(config)
     tp = max(size for size in divisors(ranks) if not undivided(shape, size))
-    run = launch(_on_each_rank, config, tp, sequence, list(batches), ranks=ranks, record=False, timeout=120)
+    run = launch(building_blocks, config, tp, sequence, list(batches), ranks=ranks, record=False, timeout=120)
     found = {key: max(each[key] for each in run.results) for key in run.results[0]}  # the slowest rank counts
     rates = []
     for batch in batches:
@@ -68,7 +68,7 @@ def measure(config: Any = None, *, ranks: int = 2, sequence: int = 64, batches: 
     )  # fmt: skip
 
 
-def _on_each_rank(config: Any, tp: int, sequence: int, batches: list[int]) -> dict[tuple[str, Any], float]:
+def building_blocks(config: Any, tp: int, sequence: int, batches: list[int]) -> dict[tuple[str, Any], float]:
     """Seconds by (what, size), the middle of several samples, each begun together."""
     import torch
     import torch.distributed as dist

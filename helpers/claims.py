@@ -101,7 +101,8 @@ def page() -> None:
         f"{id:<4} {outcome:<20} published {tried}\n     {claim}" + f"\n     {found}" * bool(found)
         for id, outcome, found, tried, claim in rows
     )
-    record.Card(f"{title}\n{text}", f"<p><b>{record.markup(title)}</b></p>{record.table(rows, names)}").show()
+    unbroken = [(id, outcome.replace(" ", "\N{NO-BREAK SPACE}"), *others) for id, outcome, *others in rows]
+    record.Card(f"{title}\n{text}", f"<p><b>{record.markup(title)}</b></p>{record.table(unbroken, names)}").show()
 
 
 def _claim(claim_id: str) -> Claim:
