@@ -411,3 +411,10 @@ def test_batches_are_uneven_only_where_the_rank_has_returned():
     issued = [made(0, 0, line), made(1, 0, line), made(0, 1, line, end=None)]
     assert diagnose(hung(*issued, ended=[1])).fault == "uneven-batches"
     assert diagnose(hung(*issued)).fault != "uneven-batches"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("hello", "in 1 line"), ("hello\n", "in 1 line"), ("a\nb", "in 2 lines"), ("a\nb\n", "in 2 lines")]
+)
+def test_lines_are_counted_whether_or_not_the_last_one_ends(text, told):
+    assert diagnose(text).ruled_out[0].endswith(told)

@@ -182,7 +182,8 @@ def _agreement(run: Run) -> str:
 
 def _no_sign(read: reading.Reading) -> str:
     known = [fault for fault in faults() if fault.patterns]
-    return f"none of {sum(len(f.patterns) for f in known)} known signs of {len(known)} faults stands in {read.lines:,} lines"
+    lines = f"{read.lines:,} line{'s' * (read.lines != 1)}"
+    return f"none of {sum(len(f.patterns) for f in known)} known signs of {len(known)} faults stands in {lines}"
 
 
 def _where(error: LaunchError) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def read(source: str | Path) -> Reading:
     for block, following in itertools.pairwise(itertools.chain(_blocks(source), [""])):
         _search(reading, before, block, last=not following)
         reading.blank = reading.blank and not block.strip()
-        reading.lines += block.count("\n")
+        reading.lines += block.count("\n") + (not following and not block.endswith("\n"))  # the last may have no end
         before = block[-LONGEST:]
     return reading
 
