@@ -15,12 +15,20 @@ from helpers.flight_recorder import read
 from helpers.launching import RanksHung
 
 
+def nothing_in_flight():
+    return all(each["retired"] for each in json.loads(c10d._dump_fr_trace_json()).get("entries", []))
+
+
+def wait_while(condition):
+    while condition():
+        threading.Event().wait(0.01)
+
+
 def dump_when_waiting(folder, form):
     """A thread that writes this rank's dump as soon as one of its collectives is in flight."""
 
     def work():
-        while all(each["retired"] for each in json.loads(c10d._dump_fr_trace_json()).get("entries", [])):
-            threading.Event().wait(0.01)
+        wait_while(nothing_in_flight)
         write(folder, form)
 
     threading.Thread(target=work, daemon=True).start()
@@ -37,12 +45,12 @@ def write(folder, form):
 def one_is_late(folder, form):
     """Rank 1 comes to the second all_reduce when both dumps are written."""
     dist.all_reduce(torch.ones(10))
+    wait_while(lambda: not nothing_in_flight())  # gloo's own thread notes that it has ended
     if dist.get_rank() == 0:
         dump_when_waiting(folder, form)
     else:
         write(folder, form)
-        while not os.path.exists(os.path.join(folder, "trace_0")):
-            threading.Event().wait(0.01)
+        wait_while(lambda: not os.path.exists(os.path.join(folder, "trace_0")))
     dist.all_reduce(torch.ones(4))
 
 

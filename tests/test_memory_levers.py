@@ -82,7 +82,7 @@ def test_shards_of_every_stage_are_equal_to_the_byte_padding_included(cells, not
 def test_int8_weights_take_a_byte_each(cells, notebook):
     exec(cells["int8"], notebook)
     exec(cells["int8-run"].replace("plots.compare(", "dict("), notebook)
-    assert notebook["int8_bytes"] == notebook["fp32_bytes"] - 3 * notebook["linear"] + 4 * notebook["outputs"]
+    assert notebook["int8_bytes"] == notebook["fp32_bytes"] - 3 * notebook["weights"] + 4 * notebook["outputs"]
     assert notebook["error"] < 0.05
 
 
