@@ -6,6 +6,7 @@ import html
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from helpers import record
 from helpers.predict import commands
 from helpers.predict.layout import Layout, Workload
 from helpers.predict.memory import Memory
@@ -148,8 +149,7 @@ class Plan:
         return "\n".join([*lines, self.explanation])
 
     def _repr_html_(self) -> str:
-        rows = ["".join(f"<td style=text-align:left>{html.escape(cell)}</td>" for cell in row) for row in self._table()]
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table><p>{html.escape(self.explanation)}</p>"
+        return f"{record.table(self._table())}<p>{html.escape(self.explanation)}</p>"
 
 
 def described(layout: Layout, workload: Workload, offload: bool = False) -> str:
