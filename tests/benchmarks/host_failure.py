@@ -19,10 +19,12 @@ import glob, os, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 
-def say(*words):
-    print(time.time(), *words, flush=True)
-
 folder = sys.argv[1]
+record = os.open(f"{{folder}}/said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+def say(*words):
+    os.write(record, (" ".join(map(str, [time.time(), *words])) + "\\n").encode())
+
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
@@ -72,7 +74,7 @@ def environment() -> dict[str, str]:
 
 
 def agent(nodes: Any, host: int, folder: Path) -> subprocess.Popen[Any]:
-    """torchrun's elastic agent on a host; what its ranks say is appended to `folder/log`."""
+    """torchrun's elastic agent on a host; what it and its ranks print is appended to `folder/log`."""
     settings = f"is_host={int(host == 0)},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2"
     options = ["--nnodes", "1:2", "--max-restarts", "3", "--monitor-interval", "0.2", "--rdzv-backend", "c10d"]
     options += ["--rdzv-id", "job", "--rdzv-endpoint", f"{nodes.hosts[0].address}:29500", "--rdzv-conf", settings]
@@ -82,11 +84,11 @@ def agent(nodes: Any, host: int, folder: Path) -> subprocess.Popen[Any]:
 
 
 def events(folder: Path) -> Iterator[tuple[float, list[str]]]:
-    """When it was said (seconds since 1970), and the words."""
-    for line in (folder / "log").read_text().splitlines():
-        first, _, rest = line.partition(" ")
-        if first.replace(".", "", 1).isdigit() and rest:
-            yield float(first), rest.split(maxsplit=2)
+    """When a rank said it (seconds since 1970), and the words: a file of its own, for a log's writers cut each other's lines."""
+    said = folder / "said"
+    for line in said.read_text().splitlines() if said.exists() else []:
+        first, rest = line.split(maxsplit=1)
+        yield float(first), rest.split(maxsplit=2)
 
 
 def run(folder: Path, replaced: bool) -> dict[str, Any]:
@@ -112,11 +114,13 @@ def run(folder: Path, replaced: bool) -> dict[str, Any]:
         code = agents[0].wait(PATIENCE)
         if last:
             code = code or last.wait(PATIENCE)
-    if code:
-        raise RuntimeError(f"the job ended with {code}: {(folder / 'log').read_text()[-3000:]}")
     said = list(events(folder))
     starts = [at for at, words in said if words[0] == "start"]
-    noticed, error = next((at, words[1:]) for at, words in said if words[0] == "lost")
+    lost = [(at, words[1:]) for at, words in said if words[0] == "lost"]
+    if code or len(starts) != 2 or not lost:
+        seen = f"ended with {code}, started {len(starts)} times and lost its peers {len(lost)} times"
+        raise RuntimeError(f"the job {seen}: {(folder / 'log').read_text()[-6000:]}")
+    noticed, error = lost[0]
     return {
         "noticed": noticed - failed,
         "resumed": next(at for at, words in said if words[0] == "step" and at > starts[1]) - failed,
