@@ -45,6 +45,9 @@ def test_it_answers_in_the_block_and_nothing_is_left_after_it():
         _, child, folder = server.log().split()[:3]
         assert os.path.isdir(folder)
         child = int(child)
+        for pid in (server.pid, child):
+            assert os.getsid(pid) == os.getsid(0), "a session of its own takes the cores from its clients"
+            assert os.getpgid(pid) != os.getpgid(0), "Ctrl-C would reach it"
     assert not os.path.exists(folder), "torchrun, for one, leaves a temporary folder behind"
     assert server.returncode == 128 + signal.SIGTERM
     assert not psutil.pid_exists(server.pid)
