@@ -1,15 +1,14 @@
-"""`explore`: a figure whose inputs can be moved; `planner`: the one for layouts. The figure stands alone where no kernel runs."""
+"""`explore`: a figure whose inputs can be moved. The figure stands alone where no kernel runs."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import ipywidgets
 from IPython.display import display
 
-from helpers import plots, predict
 from helpers.plots import Figure
 
 
@@ -77,34 +76,3 @@ def explore(draw: Callable[..., Figure], **controls: Any) -> Explorer:
         control.style.description_width = "initial"  # the whole name, not as much as fits
         made[name] = control
     return Explorer(draw, made)
-
-
-def planner(configs: Mapping[str, Any], *, nodes: int = 1) -> Explorer:
-    """Move model, GPUs, hosts, work and goal, and see the layouts that `predict.plan` puts first: memory, time, order.
-
-    `configs` are configurations by name, anything `predict.architecture` reads. Training is with FP32 shards and 16-bit products,
-    serving with vLLM in 16 bits. Where nothing fits, the reasons are shown under the controls and the figure stays.
-    """
-    from helpers import hardware
-
-    def draw(model: str, gpu: str, nodes: int, gpus_per_node: int, work: str, sequences: int, tokens: int, goal: str) -> Figure:
-        machines = predict.machines(gpu, nodes * gpus_per_node, gpus_per_node)
-        serving = {"training": False, "precision": "bf16", "implementation": "vllm", "new_tokens": tokens, "batched_tokens": 8192}
-        job = predict.Workload(sequences, tokens, **({"precision": "fsdp_mixed"} if work == "training" else serving))
-        found = predict.plan(configs[model], machines, job, goal)
-        title = f"{model}, {work} on {nodes * gpus_per_node:,} × {gpu}: {found.best.name}"
-        return plots.plan(found, title)
-
-    menu = ipywidgets.Dropdown
-    powers = [2**power for power in range(11)]
-    return explore(
-        draw,
-        model=list(configs),
-        gpu=menu(options=hardware.names(), value="H100-SXM"),
-        nodes=menu(options=powers[:8], value=nodes),
-        gpus_per_node=menu(options=[1, 2, 4, 8], value=8),
-        work=["training", "serving"],
-        sequences=menu(options=powers, value=64),
-        tokens=menu(options=[512, 1024, 2048, 4096, 8192], value=4096),
-        goal=list(predict.GOALS),
-    )

@@ -5,6 +5,7 @@ import ipywidgets
 import pytest
 from nbconvert import HTMLExporter
 from nbformat.v4 import new_code_cell, new_notebook
+from notebook_files import course_notebooks, read
 from publish import execute, settle
 
 from helpers import plots, widgets
@@ -112,17 +113,20 @@ def test_a_message_is_shown_as_text_and_page(executed):
     assert message.data["text/html"].startswith("<p><b>… 00.1 not answered yet.</b>")
 
 
-def test_the_planner_moves_model_machines_work_and_goal():
-    llama = {
-        "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
-        "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
-    explorer = widgets.planner({"small": llama | {"num_hidden_layers": 2}, "large": llama})
-    assert explorer.figure.get_suptitle().replace("\n", " ").startswith("small, training on 8 × H100-SXM: ")
-    explorer.controls["model"].value = "large"
+def test_the_planner_of_notebook_12_moves_model_machines_work_and_goal():
+    notebook = next(read(path) for path in course_notebooks() if path.name.startswith("12"))
+    sources = {cell.id: cell.source for cell in notebook.cells}
+    names: dict = {}
+    exec("from helpers import hardware, models, plots, predict, widgets\nfrom helpers.predict import Workload", names)
+    exec(sources["plan"].split("\nh100")[0], names)
+    exec(sources["planner"].replace("\nwidgets.", "\nexplorer = widgets."), names)
+    explorer = names["explorer"]
+    assert explorer.figure.get_suptitle().replace("\n", " ").startswith("Llama 8B, training on 8 × H100-SXM: ")
+    explorer.controls["model"].value = "ERNIE 0.3B"
     explorer.controls["work"].value = "serving"
     assert explorer.problem.value == ""
-    assert explorer.figure.get_suptitle().replace("\n", " ").startswith("large, serving on 8 × H100-SXM: ")
+    assert explorer.figure.get_suptitle().replace("\n", " ").startswith("ERNIE 0.3B, serving on 8 × H100-SXM: ")
+    explorer.controls["model"].value = "Llama 8B"
     before = explorer.figure
     explorer.controls["gpu"].value = "T4"
     explorer.controls["gpus_per_node"].value = 1
