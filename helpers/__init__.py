@@ -6,12 +6,13 @@ Inside a notebook kernel the import also starts the warm process that `launch` f
 
 import importlib
 import os
+import pkgutil
 import sys
 from typing import Any
 
 from helpers.launching import errors
 
-_FROM = {  # public name -> module that defines it; a module's own name stands for the module
+_FROM = {  # public name -> module that defines it
     "LaunchError": "launching",
     "RankDied": "launching",
     "RankFailed": "launching",
@@ -26,30 +27,7 @@ _FROM = {  # public name -> module that defines it; a module's own name stands f
     "solution": "exercises",
     "verdict": "claims",
 }
-_MODULES = (
-    "claims",
-    "corpus",
-    "data_parallel",
-    "diagnosis",
-    "equivalence",
-    "exercises",
-    "flight_recorder",
-    "grouping",
-    "hardware",
-    "launching",
-    "load_generator",
-    "machine",
-    "measuring",
-    "models",
-    "offload",
-    "pipeline",
-    "plots",
-    "predict",
-    "server_process",
-    "serving",
-    "shard_plan",
-    "widgets",
-)
+_MODULES = [info.name for info in pkgutil.iter_modules(__path__)]  # public too, each by its own name
 
 __all__ = sorted([*_FROM, *_MODULES])
 
