@@ -267,7 +267,7 @@ def test_the_command(tmp_path):
 
 
 def an_error(message="rank 1 of 2 raised RuntimeError: got mixed torch.Tensor and DTensor"):
-    return RankFailed(message, 1, Run(2, "cpu", "gloo"), "RuntimeError", "")
+    return RankFailed(message, 1, Run(2, "cpu", "gloo"), exception="RuntimeError", traceback="")
 
 
 def test_an_errors_message_ends_with_its_diagnosis():
@@ -395,8 +395,8 @@ def hung(*collectives, ended=()):
     """A job of two ranks that hung after 3 s in what has no end; the ranks in `ended` had returned."""
     spans = [(0.0, 1.0 if rank in ended else None) for rank in range(2)]
     run = Run(2, "cpu", "gloo", collectives=collectives, spans=spans)
-    waiting = {c.rank: c for c in collectives if c.end is None}
-    return RanksHung("job did not return within 3 s", None, run, waiting, {}, None, 3.0)
+    facts = {"waiting": {c.rank: c for c in collectives if c.end is None}, "stacks": {}, "difference": None, "timeout": 3.0}
+    return RanksHung("job did not return within 3 s", None, run, **facts)
 
 
 def test_operations_of_a_hook_that_do_not_match():

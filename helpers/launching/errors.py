@@ -16,13 +16,15 @@ diagnosers: list[Callable[[LaunchError], Any]] = []  # filled from above; the fi
 class LaunchError(RuntimeError):
     """A job did not return a value on every rank.
 
-    `rank` is the rank at fault (None where none can be named), `run` the partial `Run`, `diagnosis` what `diagnose` makes of it.
+    `rank` is the rank at fault (None where none can be named), `run` the partial `Run`, `diagnosis` what `diagnose` makes of it;
+    `facts` are the attributes that the classes below add.
     """
 
-    def __init__(self, message: str, rank: int | None = None, run: Run | None = None) -> None:
+    def __init__(self, message: str, rank: int | None = None, run: Run | None = None, **facts: Any) -> None:
         super().__init__(message)
         self.rank = rank
         self.run = run
+        vars(self).update(facts)
 
     @cached_property
     def diagnosis(self) -> Any:
@@ -48,19 +50,15 @@ class RankFailed(LaunchError):
     Where the exception only says that another rank has gone, or met another collective, `rank` is that other one.
     """
 
-    def __init__(self, message: str, rank: int | None, run: Run, exception: str, traceback: str) -> None:
-        super().__init__(message, rank, run)
-        self.exception = exception
-        self.traceback = traceback
+    exception: str
+    traceback: str
 
 
 class RankDied(LaunchError):
     """A rank's process ended without an exception: `signal` is the name of the signal that killed it, or `code` its exit code."""
 
-    def __init__(self, message: str, rank: int | None, run: Run, code: int | None, signal: str | None) -> None:
-        super().__init__(message, rank, run)
-        self.code = code
-        self.signal = signal
+    code: int | None
+    signal: str | None
 
 
 class RanksHung(LaunchError):
@@ -71,18 +69,7 @@ class RanksHung(LaunchError):
     `timeout` is the time in seconds that was over, counted from when the last rank began.
     """
 
-    def __init__(
-        self,
-        message: str,
-        rank: int | None,
-        run: Run,
-        waiting: dict[int, Any],
-        stacks: dict[int, list[str]],
-        difference: str | None,
-        timeout: float = 0.0,
-    ) -> None:
-        super().__init__(message, rank, run)
-        self.waiting = waiting
-        self.stacks = stacks
-        self.difference = difference
-        self.timeout = timeout
+    waiting: dict[int, Any]
+    stacks: dict[int, list[str]]
+    difference: str | None
+    timeout: float

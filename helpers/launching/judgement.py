@@ -69,7 +69,7 @@ def _raise_failed(job: Job, run: Run) -> NoReturn:
     who = f"rank {number} of {run.ranks}{_on_host(job, number)}"
     if "traceback" in report:
         message = f"{who} raised {report['summary']}{what}{others}\n\n{report['traceback']}"
-        raise RankFailed(message, at_fault, run, report["type"], report["traceback"])
+        raise RankFailed(message, at_fault, run, exception=report["type"], traceback=report["traceback"])
     code, name = report["code"], None
     how = f"exited with code {code}"
     if code < 0:
@@ -78,7 +78,7 @@ def _raise_failed(job: Job, run: Run) -> NoReturn:
     when = "after it had returned from" if job.states[number] == "finished" else "before it returned from"
     said = _last_lines(run.output(number))
     message = f"{who} {how} {when} {job.name}.{what}{others}" + (said and f"\n\nIts last lines:\n{said}")
-    raise RankDied(message, at_fault, run, code if code >= 0 else None, name)
+    raise RankDied(message, at_fault, run, code=code if code >= 0 else None, signal=name)
 
 
 def _report(job: Job, run: Run, number: int) -> dict[str, Any]:
@@ -152,7 +152,8 @@ def _raise_hung(job: Job, run: Run, hung: dict[str, Any]) -> NoReturn:
         message += f"\nThe first place where their collectives differ:\n{difference}"
     alone = min(missing) if len(missing) == 1 else None
     at_fault = waits.odd_one_out(row) if row and not missing else alone
-    raise RanksHung(message, at_fault, run, waiting, stacks, difference, job.request["timeout"])
+    facts = {"waiting": waiting, "stacks": stacks, "difference": difference, "timeout": job.request["timeout"]}
+    raise RanksHung(message, at_fault, run, **facts)
 
 
 def _those(ranks: Collection[int]) -> str:
