@@ -58,7 +58,8 @@ def check_ring(job):
     other = sorted({c.op for c in run.collectives} - {"send", "recv"})
     if other:
         raise Wrong(f"Your ranks called {', '.join(other)}. Build it from dist.send, dist.isend and dist.recv only.")
-    sent, needed = sum(c.bytes for c in run.collectives if c.op == "send" and c.rank == 0), 4 * size * (RANKS - 1) // RANKS
+    sends = [[c for c in run.collectives if c.op == "send" and c.rank == rank] for rank in range(RANKS)]
+    sent, needed = [sum(c.bytes for c in own) for own in sends], 4 * size * (RANKS - 1) // RANKS
     for rank, result in enumerate(run.results):
         if not isinstance(result, torch.Tensor):
             raise Wrong(f"Rank {rank} returned {result!r}; each rank returns a tensor, its piece of the sum.")
@@ -74,11 +75,18 @@ def check_ring(job):
             )
         if result.shape != expected.shape or not torch.allclose(result, expected):
             raise Wrong(f"Rank {rank} returned {result.tolist()}; piece {rank} of the sum is {expected.tolist()}.")
-    if sent != needed:
+    if set(sent) != {needed}:
         raise Wrong(
-            f"The values are right, but rank 0 sent {sent} bytes and a ring needs {needed}: pass one piece a round, summed."
+            f"The values are right, but the ranks sent {', '.join(map(str, sent))} bytes; each rank of a ring needs {needed}: "
+            f"pass one piece a round, summed."
         )
-    return f"Right values, and each rank sent {sent} bytes: (n − 1)/n of its {4 * size}, the least there is."
+    for rank, own in enumerate(sends):
+        if len(peers := sorted({c.peer for c in own})) > 1:
+            raise Wrong(
+                f"The values are right, but rank {rank} sent to ranks {' and '.join(map(str, peers))}: "
+                f"in a ring each sends to its neighbour only."
+            )
+    return f"Right values, and each rank sent {needed} bytes: (n − 1)/n of its {4 * size}, the least there is."
 
 
 def whole_tensors_around(tensor):
@@ -91,6 +99,34 @@ def whole_tensors_around(tensor):
         sending.wait()
         total, passing = total + arrived, arrived
     return total.chunk(n)[rank]
+
+
+def star(tensor):
+    n, rank = dist.get_world_size(), dist.get_rank()
+    if rank:
+        dist.send(tensor, 0)
+        dist.recv(mine := torch.empty_like(tensor.chunk(n)[0]), 0)
+        return mine
+    total = tensor.clone()
+    for other in range(1, n):
+        dist.recv(arrived := torch.empty_like(tensor), other)
+        total += arrived
+    for other in range(1, n):
+        dist.send(total.chunk(n)[other].clone(), other)
+    return total.chunk(n)[0]
+
+
+def straight_to_the_owners(tensor):
+    n, rank = dist.get_world_size(), dist.get_rank()
+    pieces = [piece.clone() for piece in tensor.chunk(n)]
+    others = [other for other in range(n) if other != rank]
+    sending = [dist.isend(pieces[other], other) for other in others]
+    for other in others:
+        dist.recv(arrived := torch.empty_like(pieces[rank]), other)
+        pieces[rank] = pieces[rank] + arrived
+    for work in sending:
+        work.wait()
+    return pieces[rank]
 
 
 def library_call(tensor):
@@ -219,7 +255,9 @@ EXERCISES = [
         ],
         check=check_ring,
         wrong=[
-            (whole_tensors_around, "a ring needs 48"),
+            (whole_tensors_around, "sent 144, 144, 144 bytes; each rank of a ring needs 48"),
+            (star, "sent 48, 72, 72 bytes; each rank of a ring needs 48"),
+            (straight_to_the_owners, "rank 0 sent to ranks 1 and 2: in a ring each sends to its neighbour only"),
             (library_call, "called all_reduce"),
             (neighbours_piece, "start the ring one piece earlier"),
             (everybody_sends_first, "the job failed"),
