@@ -1,6 +1,7 @@
 """Every notebooks/solutions/NN.py: the answer passes, also put into its stub; each wrong answer gets its message."""
 
 import ast
+import itertools
 import sys
 import textwrap
 from fractions import Fraction
@@ -105,6 +106,19 @@ def sum_in_four_steps(mesh, tensor):
 def test_right_answers_pass_however_they_are_written(id, answer):
     found = exercises.judge(id, answer)
     assert found.state == "solved", f"{found.message}\n{found.error}"
+
+
+def test_the_answer_of_07_1_is_the_cheapest_choice_that_fits():
+    exercise = exercises.find("07.1")
+    names = exercise.check.__globals__
+    fitting = {}
+    for choice in itertools.product(*names["ALLOWED"].values()):
+        if 8 // choice[0] >= names["LEAST_ROWS"]:
+            use, multiplications, _ = names["training_run"](*choice)
+            if use.peak <= names["BUDGET"]:
+                fitting[choice] = multiplications, choice[0]
+    assert fitting[tuple(exercise.answer.values())] == min(fitting.values())
+    assert {choice[:2] for choice in fitting if fitting[choice] == min(fitting.values())} == {(1, "none")}
 
 
 @pytest.mark.parametrize("id", IDS)
