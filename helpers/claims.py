@@ -9,11 +9,8 @@ import difflib
 import json
 import re
 from dataclasses import dataclass
-from functools import cache
 from numbers import Number
 from typing import Any
-
-import yaml
 
 from helpers import machine, record
 
@@ -33,10 +30,9 @@ class Claim:
     notebooks: tuple[str, ...]
 
 
-@cache
 def load() -> dict[str, Claim]:
     """All claims by id, in the order of `data/claims.yaml`."""
-    data = yaml.safe_load((record.ROOT / "data" / "claims.yaml").read_text(encoding="utf-8"))
+    data = record.data("claims")
     return {id: Claim(id, data["articles"][id[0]], row["claim"], tuple(row["notebooks"])) for id, row in data["claims"].items()}
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import yaml
 
+from helpers import record
+
 __all__ = ["fields", "launch_line", "problems", "render", "templates"]
 
-DATA = Path(__file__).parents[1] / "data"
-TEMPLATES, KUBERNETES = DATA / "templates" / "cluster", DATA / "kubernetes.yaml"
+TEMPLATES = record.ROOT / "data" / "templates" / "cluster"
 _FIELD = re.compile(r"\{\{(\w+)\}\}")
 _NUMBERS = (
     "nodes", "least_nodes", "ranks_per_node", "port", "serve_port", "minutes", "seconds", "wait", "ranks", "replicas",
@@ -32,8 +33,13 @@ _RULES = {  # what a field's value must be, as text
     **dict.fromkeys(_NUMBERS, (r"[1-9]\d*", "a whole number of at least 1")),
     "restarts": (r"\d+", "a whole number of at least 0"),
     "devices": (r"\d+(,\d+)*", 'numbers of GPUs with commas between them, such as "0,1"'),
+    "model_folder": (r"/[\w./@-]+", "a folder's whole path, / first and no : in it"),
     "name": _LABEL,
     "claim": _LABEL,
+}
+_CORES = {  # Slurm gives a task one core by default, and since 22.05 srun does not take over what sbatch was asked for
+    r"^#SBATCH --(exclusive$|cpus-per-task=)": "sbatch is asked for one core a host: add --exclusive or --cpus-per-task",
+    r"^srun .*--cpus-per-task|SRUN_CPUS_PER_TASK=": "srun gives torchrun one core: it needs --cpus-per-task of its own",
 }
 _WORD = (r"[\w./:@-]+", "of letters, digits and . / : @ _ - (no spaces, no quotes)")  # needs no quotes in shell and YAML
 _PROGRAMS = ("torchrun ", "vllm ")
@@ -94,6 +100,8 @@ def problems(text: str) -> list[str]:
         scripts += re.findall(r"bash -euc '\n(.*?)\n'", text, re.DOTALL)
         sizes = re.findall(r"^#SBATCH --nodes=(\d+)$", text, re.MULTILINE)
         ranks = re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", text, re.MULTILINE)
+        if "#SBATCH" in text:
+            found += [sentence for pattern, sentence in _CORES.items() if not re.search(pattern, text, re.MULTILINE)]
     else:
         try:
             pages = {page.get("kind"): page for page in yaml.safe_load_all(text)}
@@ -120,7 +128,7 @@ def _api_problems(pages: Mapping[str, Any]) -> list[str]:
     from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
     found = []
-    for kind, schema in yaml.safe_load(KUBERNETES.read_text(encoding="utf-8")).items():
+    for kind, schema in record.data("kubernetes").items():
         if kind not in pages:
             found.append(f"no {kind}")
             continue

@@ -12,16 +12,14 @@ import random
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import yaml
+from helpers import record
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-GRAMMAR = Path(__file__).resolve().parent.parent / "data" / "corpus" / "grammar.yaml"
 END = "</s>"  # the token that ends each sentence
 IGNORED = -100  # the label that PyTorch's cross entropy skips
 
@@ -51,7 +49,7 @@ class Batch(NamedTuple):
 @cache
 def rules() -> dict[str, tuple[Rule, ...]]:
     """Every symbol of the grammar with its expansions; what is not a key is a word. The first symbol is the start."""
-    page = yaml.safe_load(GRAMMAR.read_text(encoding="utf-8"))
+    page = record.data("corpus/grammar")
     found = {
         symbol: tuple(Rule(probability, tuple(expansion.split())) for expansion, probability in expansions.items())
         for symbol, expansions in page["rules"].items()

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import yaml
+from helpers import record
 
 __all__ = ["Hardware", "gpu", "names"]
-
-FILE = Path(__file__).parent.parent / "data" / "hardware.yaml"
 
 
 @dataclass(frozen=True)
@@ -47,14 +43,9 @@ class Hardware:
         return round(self.memory_visible_gib * 2**30 if self.memory_visible_gib else self.memory_gb * 10**9)
 
 
-@lru_cache(maxsize=1)
-def _data() -> dict[str, Any]:
-    return yaml.safe_load(FILE.read_text(encoding="utf-8"))
-
-
 def names() -> list[str]:
     """Return the names that `gpu` knows, as in "H100-SXM"."""
-    return list(_data()["gpus"])
+    return list(record.data("hardware")["gpus"])
 
 
 def gpu(name: str) -> Hardware:
@@ -70,9 +61,10 @@ def gpu(name: str) -> Hardware:
     exact = known[_plain(name)]
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for block in _data()["gpus"][exact].values():
+    data = record.data("hardware")
+    for block in data["gpus"][exact].values():
         for figure, (value, key) in block.items():
-            values[figure], sources[figure] = value, _source(**_data()["sources"][key])
+            values[figure], sources[figure] = value, _source(**data["sources"][key])
     return Hardware(exact, **values, sources=sources)
 
 

@@ -25,10 +25,9 @@ from typing import Any
 
 try:
     import psutil
-    import yaml
     from packaging.requirements import Requirement
 
-    from helpers import machine
+    from helpers import machine, record
 except ModuleNotFoundError as missing:  # what this is there to tell
     if __name__ != "__main__":
         raise
@@ -37,7 +36,7 @@ except ModuleNotFoundError as missing:  # what this is there to tell
 __all__ = ["Check", "checks", "main"]
 
 PROJECT = Path(__file__).resolve().parents[1]
-FINDINGS = yaml.safe_load((PROJECT / "data" / "preflight.yaml").read_text(encoding="utf-8"))
+FINDINGS = record.data("preflight")
 MIB, GIB = 2**20, 2**30
 SECONDS = 15  # a check that has not answered by then is reported as silent
 _PYTHON = (sys.executable, "-c")

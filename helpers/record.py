@@ -1,4 +1,4 @@
-"""What a learner's work leaves behind: a line in their record, a card on the screen.
+"""The course's files: the data it comes with, and what a learner's work leaves behind: a line in their record, a card shown.
 
 The record is a file of JSON lines, one per exercise checked or verdict given; the last line about a thing counts.
 Notebooks in `my_notebooks/` share `my_notebooks/.record.jsonl`. The environment variable `WORKSHOP_RECORD` names another file.
@@ -14,12 +14,21 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository: notebooks/, data/, my_notebooks/
 
 _memory: list[str] = []
+
+
+@cache
+def data(name: str) -> Any:
+    """What `data/<name>.yaml` holds, read once."""
+    return yaml.safe_load((ROOT / "data" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, repr=False)

@@ -82,12 +82,12 @@ def test_the_claim_can_have_a_verdict(tmp_path, monkeypatch, capsys):
         yaml.safe_dump(known | {"claims": known["claims"] | entry}, allow_unicode=True)
     )
     monkeypatch.setattr(record, "ROOT", tmp_path)
-    claims.load.cache_clear()
+    record.data.cache_clear()
     try:
         claims.verdict("E22", "fails", measured=0.8, expected=1)
         assert "E22 fails: Two ranks are always faster than one." in capsys.readouterr().out
     finally:
-        claims.load.cache_clear()
+        record.data.cache_clear()
 
 
 def test_the_template_places_every_layer(tmp_path):
@@ -113,9 +113,11 @@ def test_the_fault_is_told_from_its_example(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "faults.yaml").write_text(f"{known}\n{EXAMPLES['fault']}", encoding="utf-8")
     monkeypatch.setattr(record, "ROOT", tmp_path)
+    record.data.cache_clear()
     catalogue.faults.cache_clear()
     try:
         found = diagnose(entry[1]["example"])
         assert (found.fault, found.name, found.ranks) == (entry[0], entry[1]["name"], (2,))
     finally:
+        record.data.cache_clear()
         catalogue.faults.cache_clear()

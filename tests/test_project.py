@@ -85,7 +85,7 @@ PUBLIC_OF_MODULES = {
     "helpers.launching": {"LaunchError", "RankDied", "RankFailed", "RanksHung", "Run", "launch"},
 }
 FLOORS = [
-    {"machine", "hardware"},
+    {"machine", "hardware", "record"},
     {"launching", "measuring", "models"},
     {"predict"},
     {
@@ -276,3 +276,15 @@ def test_gpu_tests_skip_with_a_reason_where_there_is_none():
     assert done.returncode == 0, done.stdout
     assert "no NVIDIA GPU here, or it is hidden" in done.stdout
     assert re.search(r"^\d+ skipped", done.stdout, re.MULTILINE)
+
+
+def test_what_needs_a_gpu_lies_where_the_gpu_check_looks():
+    """`make test` leaves the mark `gpu` out, and tools/gpu_check.py runs tests/gpu: elsewhere no command would run it."""
+    marked = [
+        path.relative_to(ROOT / "tests").parts[0]
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.mark.gpu"
+    ]
+    assert set(marked) == {"gpu"}
+    assert '"tests/gpu"' in (ROOT / "tools" / "gpu_check.py").read_text()

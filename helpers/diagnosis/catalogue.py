@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from re import _constants, _parser  # type: ignore[attr-defined]
 
-import yaml
-
 from helpers import record
 
 SAYS = ("cause", "symptom", "consequence")  # what a sign of the fault says of the job's end; what comes first is named first
@@ -56,5 +54,5 @@ def needle(pattern: str) -> str:
 @cache
 def faults() -> tuple[Fault, ...]:
     """All entries of `data/faults.yaml`, in its order: of two causes that the same line shows, the first is named."""
-    rows = yaml.safe_load((record.ROOT / "data" / "faults.yaml").read_text(encoding="utf-8"))
-    return tuple(Fault(id=id, **{**row, "patterns": tuple(row.get("patterns", ()))}) for id, row in rows.items())
+    rows = record.data("faults").items()
+    return tuple(Fault(id=id, **{**row, "patterns": tuple(row.get("patterns", ()))}) for id, row in rows)

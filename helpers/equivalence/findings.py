@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
-
-import yaml
 
 from helpers import record
 
@@ -21,14 +18,9 @@ class Finding:
     mend: str
 
 
-@cache
-def _mends() -> dict[str, str]:
-    return yaml.safe_load((record.ROOT / "data" / "equivalence.yaml").read_text(encoding="utf-8"))
-
-
 def finding(fault: str, evidence: str, **figures: Any) -> Finding:
     """The entry of the table named `fault`, with the figures of the case in its name."""
-    return Finding(fault.format(**figures), evidence, _mends()[fault])
+    return Finding(fault.format(**figures), evidence, record.data("equivalence")[fault])
 
 
 def several(things: Sequence[Any]) -> str:

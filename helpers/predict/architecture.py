@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
+from helpers import record
 
 __all__ = ["Architecture", "Parameter", "architecture"]
 
-FACTS = yaml.safe_load((Path(__file__).parents[2] / "data" / "predict.yaml").read_text(encoding="utf-8"))
+FACTS = record.data("predict")
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-KNOWN = yaml.safe_load((Path(__file__).parents[2] / "data" / "serving.yaml").read_text(encoding="utf-8"))
+from helpers import record
+
+KNOWN = record.data("serving")
 _CAUSE = re.compile(KNOWN["cause"], re.MULTILINE | re.VERBOSE)
 
 

@@ -7,15 +7,13 @@ import inspect
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from helpers import record
 from helpers.predict.layout import divisors
 from helpers.shard_plan.anatomy import NORM_STYLES, STYLES, WHOLE, Anatomy, Block, Part, Plan, Style, generic, refuse
 
-RULES = yaml.safe_load((Path(__file__).parents[2] / "data" / "plan_problems.yaml").read_text(encoding="utf-8"))
+RULES = record.data("plan_problems")
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout", "embd_pdrop", "dropout")
 
 
