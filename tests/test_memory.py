@@ -304,18 +304,3 @@ def test_resident_memory_says_what_spoils_it(monkeypatch):
     assert "MALLOC_TRIM_THRESHOLD_" in use.note
     assert "env=memory.HOST_ENVIRONMENT" in use.note
     assert use.peak >= use.before
-
-
-@pytest.mark.gpu
-def test_memory_of_a_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU here")
-    model = two_layers().cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with memory.track(model, optimizer) as use:
-        model(torch.ones(BATCH, IN, device="cuda")).sum().backward()
-        optimizer.step()
-    assert use.parameters == PARAMETERS * FLOAT
-    assert use.gradients == PARAMETERS * FLOAT
-    assert use.activations == HIDDEN_BYTES
-    assert use.reserved >= use.allocated >= use.peak
