@@ -8,6 +8,7 @@ Using Megatron-LM", SC 2021 (1F1B, interleaving, the bubble); Qi et al., "Zero B
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections import deque
@@ -52,33 +53,55 @@ class Stage(nn.Module):
     hidden states. `cache`, a transformers `DynamicCache` of this stage's own, grows by keys and values of these T positions.
     A tied matrix stands as a copy on the first stage (`embedding`) and on the last (`head`): their gradients are to be summed.
 
-    The model is taken apart: use it no more. Made for models laid out like Llama (ERNIE, Qwen …); compare with the whole model.
-    Raises ValueError for `parts` that are not all layers in order, and for a model laid out in another way.
+    The model is taken apart: use it no more. Made for models laid out like Llama (ERNIE, Qwen …); stages are compared with the
+    whole model on 16 tokens. Raises ValueError for `parts` that are not all layers in order, and for a model not equal to them.
     """
 
     def __init__(self, model: Any, parts: Sequence[range], index: int) -> None:
         super().__init__()
-        body, count = model.base_model, model.config.num_hidden_layers
+        body, count, kind = model.base_model, model.config.num_hidden_layers, type(model.base_model).__name__
         if [layer for part in parts for layer in part] != list(range(count)):
             raise ValueError(f"parts {list(parts)}: together they must be the layers 0 to {count - 1}, each once and in order")
         if missing := [name for name in ("embed_tokens", "layers", "norm") if not hasattr(body, name)]:
-            raise ValueError(f"{type(body).__name__} has no {', '.join(missing)}: only models laid out like Llama are cut here")
-        self.first, self.last = index == 0, index == len(parts) - 1
-        body.layers = nn.ModuleList(body.layers[layer] for layer in parts[index])
+            raise ValueError(f"{kind} has no {', '.join(missing)}: only models laid out like Llama are cut here")
+        whole, training = dict(body.named_children()), model.training
+        states = [torch.arange(16, device=body.embed_tokens.weight.device)[None] % model.config.vocab_size]
+        modules = (*body.layers, body.norm)  # what each of them takes, from the token ids to the logits
+        hooks = [each.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])) for each in modules]
+        with torch.no_grad():
+            states.append(model.eval()(states[0], use_cache=False).logits)
+        for hook in hooks:
+            hook.remove()
+        for number, part in [*enumerate(parts), (index, parts[index])]:
+            right = states[-1 if number == len(parts) - 1 else part.stop + 1]
+            try:
+                self._cut(model, whole, part, number == 0, number == len(parts) - 1)
+                found = self(states[0 if number == 0 else part.start + 1]).detach()
+                atol = 0.01 * float(right.abs().max())
+                torch.testing.assert_close(found, right, rtol=0, atol=atol, msg="it computes something else")
+            except Exception as error:
+                odd = {k: v for k, v in vars(model.config).items() if re.search("multiplier|scal", k) and v not in (None, 1)}
+                raise ValueError(f"stage {number} of {kind} is not what it is in the whole model: {error} {odd or ''}") from error
+        model.train(training)
+
+    def _cut(self, model: Any, whole: Mapping[str, Any], part: range, first: bool, last: bool) -> None:
+        body, self.first, self.last = model.base_model, first, last
+        body.config = copy.deepcopy(model.config)
+        for name, value in vars(model.config).items():  # such as layer_types, looked up by a layer's place in the body
+            if isinstance(value, list) and len(value) == len(whole["layers"]):
+                setattr(body.config, name, value[part.start : part.stop])
+        body.layers = nn.ModuleList(whole["layers"][layer] for layer in part)
         for place, layer in enumerate(body.layers):
             layer.self_attn.layer_idx = place  # where its keys and values stand in this stage's cache
-        self.embedding = body.embed_tokens if self.first else None
-        self.head = model.get_output_embeddings() if self.last else None
-        if not self.first:
-            body.embed_tokens = None
-        if not self.last:
-            body.norm = nn.Identity()
-        self.body = body
+        body.norm = whole["norm"] if last else nn.Identity()
+        body.embed_tokens = self.embedding = whole["embed_tokens"] if first else None
+        self.head, self.body = model.get_output_embeddings() if last else None, body
+        self._runs = (model if last else body,)  # the model, as it may scale logits; in a tuple, as it is no submodule
 
     def forward(self, inputs: torch.Tensor, cache: Any = None) -> torch.Tensor:
         given = {"input_ids" if self.first else "inputs_embeds": inputs}
-        hidden = self.body(**given, past_key_values=cache, use_cache=cache is not None).last_hidden_state
-        return hidden if self.head is None else self.head(hidden)
+        output = self._runs[0](**given, past_key_values=cache, use_cache=cache is not None)
+        return output.logits if self.last else output.last_hidden_state
 
 
 class RecordedStage(PipelineStage):

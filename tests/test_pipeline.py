@@ -204,6 +204,79 @@ def test_what_cannot_be_cut_is_refused():
         pipeline.Stage(other, [range(1)], 0)
 
 
+def small(kind, **settings):
+    """A random model of 4 layers whose values are large enough for every fault to show."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8}
+    tokens = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    settings = {**sizes, **tokens, "num_key_value_heads": 2, **settings}
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**settings)).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),  # windows in layers 2 and 3 only
+        ("Gemma2", {"sliding_window": 4}),  # logits have a soft limit
+        ("Exaone4", {"sliding_window": 4}),
+        ("Cohere", {}),  # logits are scaled
+        ("Cohere2", {"sliding_window": 4}),
+        ("Granite", {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
+    ],
+)
+def test_layers_that_differ_and_scaled_logits_are_those_of_the_whole_model(kind, settings):
+    parts = [range(1), range(1, 4), range(4, 4)]
+    model, ids = small(kind, **settings), torch.arange(1, 25).view(2, 12)
+    right = model(ids).logits
+    right.square().sum().backward()
+    stages = [pipeline.Stage(small(kind, **settings), parts, index) for index in range(3)]
+    state = ids
+    for stage in stages:
+        state = stage(state)
+    torch.testing.assert_close(state, right, rtol=1e-4, atol=1e-5)
+    state.square().sum().backward()
+    for part, stage in zip(parts, stages, strict=True):
+        for place, layer in enumerate(part):
+            expected = dict(model.base_model.layers[layer].named_parameters())
+            for name, parameter in stage.body.layers[place].named_parameters():
+                difference = (parameter.grad - expected[name].grad).norm()
+                assert difference <= 1e-4 * expected[name].grad.norm(), f"{name} of layer {layer}"
+    caches = [transformers.DynamicCache() for _ in parts]
+    with torch.no_grad():
+        for state in ids.split([6, 5, 1], dim=1):
+            for stage, cache in zip(stages, caches, strict=True):
+                state = stage(state, cache)
+    torch.testing.assert_close(state, right[:, -1:], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        (
+            "Granite",
+            {"embedding_multiplier": 2.0},
+            r"stage 1 of GraniteModel is not .* something else .*'embedding_multiplier': 2",
+        ),
+        ("NanoChat", {}, "stage 0 of NanoChatModel is not .* something else"),  # it normalises before its first layer
+        ("Qwen3Next", {}, "stage 0 of Qwen3NextModel is not .* no attribute 'self_attn'"),
+    ],
+)
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_model_that_does_more_than_to_run_its_layers_is_refused_on_every_rank(kind, settings, said, index):
+    with pytest.raises(ValueError, match=said):
+        pipeline.Stage(small(kind, **settings), [range(1), range(1, 4)], index)
+
+
+def test_a_model_stays_in_the_mode_that_it_was_in():
+    for training in (False, True):
+        stage = pipeline.Stage(small("Llama").train(training), [range(4)], 0)
+        assert stage.body.layers[0].training is training
+
+
 def test_each_stage_keeps_its_own_keys_and_values():
     ids = token_ids()[:1, :6]
     model, _ = models.load("tiny-ernie")
