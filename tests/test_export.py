@@ -10,6 +10,7 @@ from helpers.launching.export import export_job
 
 NOTEBOOK = """
 import math
+import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -38,6 +39,15 @@ def job(start, power=1, weights=None):
     total = Layer()(Box(table).value + dist.get_rank()).sum() + start**power + weights.sum()
     dist.all_reduce(total)
     return total.item()
+
+
+def affinity():
+    return hasattr(os, "sched_getaffinity")
+"""
+
+
+WITHOUT_AFFINITY = """import os
+vars(os).pop("sched_getaffinity", None)  # as on macOS
 """
 
 
@@ -68,6 +78,17 @@ def test_torchrun_runs_the_script(notebook, tmp_path, monkeypatch):
     per_rank = [3 * sum(max(i + rank, 0) + 1 for i in range(4)) + 8 + 2 for rank in range(2)]
     for rank in range(2):
         assert f"rank {rank} returned {float(sum(per_rank))}" in done.stdout
+
+
+def test_the_script_runs_where_a_process_cannot_ask_for_its_cores(notebook, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    script = export_job(notebook.affinity, path=tmp_path / "job.py")
+    monkeypatch.undo()
+    script.write_text(script.read_text().replace("import os\n", WITHOUT_AFFINITY, 1))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 returned False" in done.stdout
 
 
 def test_what_cannot_be_exported(notebook, tmp_path, monkeypatch):

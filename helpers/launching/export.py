@@ -26,7 +26,8 @@ def main():
     os.environ["HELPERS_DEVICE"] = f"cuda:{{local_rank}}" if cuda else "cpu"
     if cuda:
         torch.cuda.set_device(local_rank)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     torch.manual_seed(0)
     result = {call}
