@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -23,6 +25,9 @@ FAULTS = {
     "not synchronised": "gradients differ between ranks",
     "one parameter outside": "gradients differ between ranks",
     "no_sync around backward": "gradients were exchanged 3 times in one step",
+    "no_sync around backward, BF16": "gradients were exchanged 3 times in one step",
+    "no_sync around backward, hook": "gradients were exchanged 3 times in one step",
+    "BF16": "",
     "no_sync always": "gradients differ between ranks",
     "other start": "parameters differ between ranks",
     "learning rate scaled": "parameters differ although gradients agree",
@@ -44,8 +49,12 @@ def job(fault):
     if fault == "other start" and rank == 1:
         torch.manual_seed(5)
     network = nn.Sequential(nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 1))
+    if fault.endswith("BF16"):
+        network, data = network.bfloat16(), data.bfloat16()
     unwrapped = fault in ("summed", "averaged twice", "not synchronised", "one parameter outside", "other start")
     model = network if unwrapped else DDP(network)
+    if fault.endswith("hook"):
+        model.register_comm_hook(None, fp16_compress_hook)
     k = 3 if fault.startswith("no_sync") else 1
     total = 0.0
     for i in range(k):
@@ -102,6 +111,25 @@ def undivided(micro):
 def test_an_undivided_loss_is_a_constant_factor():
     (finding,) = equivalence.compare(undivided, 4).findings
     assert "factor 1/W = 1/2" in finding.fault
+    assert "micro-batches of a fixed size" in finding.mend
+
+
+def in_three_pieces(divisor):
+    """One batch on one rank; on several three micro-batches, each loss divided by `divisor`."""
+    torch.manual_seed(0)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model, pieces = DDP(nn.Linear(8, 1)), 3 if world > 1 else 1
+    data = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))[rank::world]
+    for number in range(pieces):
+        with model.no_sync() if number < pieces - 1 else contextlib.nullcontext():
+            (model(data[number::pieces]).square().mean() / (divisor if world > 1 else 1)).backward()
+    return equivalence.observe(model)
+
+
+@pytest.mark.parametrize(("divisor", "named"), [(1, ["3"]), (3, []), (9, ["1/3"]), (-6, ["-0.5"])])
+def test_the_number_of_micro_batches_is_a_factor_of_its_own(divisor, named):
+    faults = [finding.fault for finding in equivalence.compare(in_three_pieces, divisor).findings]
+    assert faults == [f"gradients are off by the factor {factor}" for factor in named]
 
 
 def epochs(set_epoch, shuffle):
@@ -145,19 +173,20 @@ def prepared_by_accelerate():
     torch.manual_seed(0)
     accelerator = accelerate.Accelerator(cpu=True)
     dataset = TensorDataset(torch.arange(ROWS), torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1)))
-    network = nn.Linear(8, 1)
+    network = nn.Linear(8, 400)
     loader = DataLoader(
-        dataset, batch_size=ROWS // accelerator.num_processes, shuffle=True, generator=torch.Generator().manual_seed(3)
+        dataset, batch_size=ROWS // accelerator.num_processes // 2, shuffle=True, generator=torch.Generator().manual_seed(3)
     )
-    model, loader = accelerator.prepare(network, loader)
+    model, loader, optimiser = accelerator.prepare(network, loader, torch.optim.SGD(network.parameters(), lr=0.1))
     seen = []
     for _ in range(2):
         epoch = []
         for ids, rows in loader:
             epoch += ids.tolist()
-            network.zero_grad()
+            optimiser.zero_grad()
             loss = model(rows).square().mean()
             accelerator.backward(loss)
+            optimiser.step()
         seen.append(epoch)
     return equivalence.observe(model, loss=loss, samples=seen)
 
@@ -171,15 +200,90 @@ def with_dropout():
     return equivalence.observe(model, loss=loss)
 
 
-def weighted():
+def with_three_steps(known):
+    torch.manual_seed(0)
+    model, ids = DDP(nn.Linear(8, 400)), list(range(ROWS))[dist.get_rank() :: dist.get_world_size()]
+    data = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))[ids]
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model.zero_grad()
+        model(data).square().mean().backward()
+        if known == "counted":
+            optimiser.step()
+        with torch.no_grad():
+            for parameter in model.parameters() if known != "counted" else ():
+                parameter -= 0.1 * parameter.grad
+    return equivalence.observe(
+        model,
+        samples=[ids] * 3 if known == "epochs" else ids,
+        rates=[0.1] * 3 if known == "rates" else None,
+        steps=3 if known == "said" else None,
+    )
+
+
+@pytest.mark.parametrize("known", ["counted", "rates", "said", "epochs"])
+def test_gradients_may_be_exchanged_in_each_of_several_steps(known):
+    comparison = equivalence.compare(with_three_steps, known)
+    assert comparison.equal, comparison
+
+
+def with_traffic(gathers):
+    torch.manual_seed(0)
+    world = dist.get_world_size()
+    model, row = DDP(nn.Linear(8, 1)), torch.ones(250)
+    model(torch.ones(2, 8)).mean().backward()
+    for _ in range(gathers):
+        dist.all_gather_into_tensor(torch.empty(250 * world), row)
+    return equivalence.observe(model)
+
+
+def test_traffic_is_counted_by_operation():
+    usual, more = (equivalence.compare(with_traffic, gathers) for gathers in (0, 20))
+    assert more.equal
+    for ranks, before, after in zip((1, 2), usual.traffic, more.traffic, strict=True):
+        assert before["all_reduce"] == after["all_reduce"] == (1, 36, 1.0)
+        (few, little, _), (many, much, _) = before["all_gather"], after["all_gather"]
+        assert (many - few, much - little) == (20, 20 * 1000 * ranks)
+        assert f"rank 0 of {ranks} issued {many} all_gather ({much:,} B), " in repr(more)
+        assert "1 all_reduce (36 B, 1.0 × the gradients)" in repr(more)
+
+
+def sharded():
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 2))
+    model(torch.ones(2, 8)).mean().backward()
+    return equivalence.observe(model)
+
+
+def test_what_observe_gathers_is_not_the_jobs_traffic():
+    comparison = equivalence.compare(sharded)
+    assert {op: count for op, (count, *_) in comparison.traffic[1].items()} == {"all_gather": 1, "reduce_scatter": 1}
+    assert comparison.traffic[1]["reduce_scatter"][2] == 1.0
+
+
+def weighted(fault=""):
     torch.manual_seed(0)
     world, rank = dist.get_world_size(), dist.get_rank()
     model = DDP(nn.Linear(8, 1))
     data = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))
     rows = list(range(ROWS)) if world == 1 else list(range(4)) if rank == 0 else list(range(4, ROWS))
-    loss = model(data[rows]).square().mean()
-    (loss * world * len(rows) / ROWS).backward()
+    if fault == "tail" and rank == 1:
+        rows = rows[:-1]
+    with model.no_sync() if fault == "not synchronised" else contextlib.nullcontext():
+        loss = model(data[rows]).square().mean()
+        (loss * world * len(rows) / ROWS).backward()
     return equivalence.observe(model, loss=loss, tokens=len(rows), samples=rows)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("tail", ["samples are missed or repeated", "gradients differ", "the loss differs"]),
+        ("not synchronised", ["gradients differ between ranks", "gradients differ"]),
+    ],
+)
+def test_weights_are_not_blamed_for_another_fault(fault, named):
+    assert [finding.fault for finding in equivalence.compare(weighted, fault).findings] == named
 
 
 @pytest.mark.parametrize("healthy", [prepared_by_accelerate, with_dropout, weighted])

@@ -7,8 +7,9 @@ pattern of a difference names its cause. Dropout is switched off for the compari
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from helpers.equivalence import judging, sharing
@@ -40,12 +41,16 @@ SIGNS = (judging.of_replicas, judging.of_gradients, judging.of_results, judging.
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """`findings` is empty where all is equal; `errors` holds the relative differences that were seen, by what was compared."""
+    """`findings` is empty where all is equal; `errors` holds the relative differences that were seen, by what was compared.
+
+    `traffic` has of each run, by operation, what rank 0 issued: how many, their bytes, and their values over the gradients'.
+    """
 
     ranks: tuple[int, int]
     findings: tuple[Finding, ...]
     errors: Mapping[str, float]
     runs: tuple[Run, Run]
+    traffic: tuple[Mapping[str, tuple[int, int, float]], ...]
 
     @property
     def equal(self) -> bool:
@@ -53,16 +58,24 @@ class Comparison:
         return not self.findings
 
     def __repr__(self) -> str:
-        if self.findings:
-            return "\n".join(f"✘ {each.fault}: {each.evidence}. {each.mend}" for each in self.findings)
-        compared = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items()) or "nothing was observed"
-        return f"✔ {self.ranks[0]} and {self.ranks[1]} ranks do the same; largest relative differences: {compared}"
+        lines = [f"✘ {each.fault}: {each.evidence}. {each.mend}" for each in self.findings]
+        if not lines:
+            compared = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items()) or "nothing was observed"
+            lines = [f"✔ {self.ranks[0]} and {self.ranks[1]} ranks do the same; largest relative differences: {compared}"]
+        for ranks, issued in zip(self.ranks, self.traffic, strict=True):
+            shares = {op: f", {times:.1f} × the gradients" * ("reduce" in op) for op, (_, _, times) in issued.items()}
+            each = [f"{count} {op} ({size:,} B{shares[op]})" for op, (count, size, _) in issued.items()]
+            lines.append(f"  rank 0 of {ranks} issued {', '.join(each) or 'nothing'}")
+        return "\n".join(lines)
 
 
 def compare(
     job: Callable[..., Observation], *args: Any, ranks: tuple[int, int] = (1, 2), timeout: float = 120, **kwargs: Any
 ) -> Comparison:
     """Run `job` on both numbers of ranks and say what differs, and which fault that pattern means.
+
+    A fault that is the same on both, such as a loss that is never divided by the number of micro-batches, is not seen. What
+    counts as equal depends on the dtype of parameters, gradients and outputs; compare without autocast, which they do not show.
 
     Raises TypeError where the job does not return `observe(...)`, ValueError for ranks that are not two increasing numbers, and
     what `launch` raises where a run fails.
@@ -77,6 +90,8 @@ def compare(
 def judge(few: Run, many: Run) -> Comparison:
     """Compare two runs of a job that were made already, the one on fewer ranks first; dropout must be off in them.
 
+    How often gradients are exchanged is judged where `observe` was given `steps` or `rates`; `compare` counts steps itself.
+
     Raises TypeError where a rank did not return `observe(...)`, ValueError for parameters whose shapes differ without `shards`.
     """
     for seen in [*few.results, *many.results]:
@@ -89,17 +104,19 @@ def judge(few: Run, many: Run) -> Comparison:
     findings = [*samples, *cause, *signs, *sharing.of_random(*sides)]
     errors = {} if cause else judging.differences(*sides)
     findings = findings or judging.of_texts(*sides)
-    return Comparison((few.ranks, many.ranks), tuple(findings), errors, (few, many))
+    traffic = tuple(map(judging.traffic, sides))
+    return Comparison((few.ranks, many.ranks), tuple(findings), errors, (few, many), traffic)
 
 
 class _WithoutDropout:
-    """A job in which nothing is dropped; it runs under its own name."""
+    """A job in which nothing is dropped, and optimiser steps are counted; it runs under its own name."""
 
     def __init__(self, job: Callable[..., Any]) -> None:
         self.job, self.__name__ = job, name_of(job)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
 
         for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
             setattr(torch.nn.functional, name, lambda input, *_, **__: input)
@@ -109,4 +126,10 @@ class _WithoutDropout:
             return attention(query, key, value, attn_mask, 0.0, **rest)
 
         torch.nn.functional.scaled_dot_product_attention = undropped  # type: ignore[assignment]
-        return self.job(*args, **kwargs)
+        made: Counter[int] = Counter()
+        register_optimizer_step_post_hook(lambda optimiser, *_: made.update([id(optimiser)]))
+        seen = self.job(*args, **kwargs)
+        if not isinstance(seen, Observation) or seen.steps is not None:
+            return seen
+        one = None if len(seen.epochs) > 1 else 1  # where nothing stepped: one step, or some number by hand
+        return replace(seen, steps=max(made.values(), default=one))

@@ -10,7 +10,7 @@ from helpers.equivalence.observing import Observation
 from helpers.launching import Run
 
 PARTS = ("tp", "pp")  # axes along which ranks hold one copy of the model together; along all others they hold copies
-TOLERANCE = 1e-4  # relative, of norms: FP32 sums in another order differ by 1e-7 to 1e-5
+TOLERANCE = 1e-4  # relative, of norms, for FP32: sums in another order differ by 1e-7 to 1e-5
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Copy:
 class Side:
     """One of the two runs that are compared: what each rank saw, and all copies of each whole tensor.
 
+    `tolerance` is `TOLERANCE`, or for coarser dtypes four times their rounding: 4e-3 for FP16, 3e-2 for BF16.
     `held` has the "gradients", "parameters" and "outputs" by name, in the order in which ranks name them.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.seen: list[Observation] = run.results
+        self.tolerance = max(TOLERANCE, *(4 * seen.rounding for seen in self.seen))
         self.cuts = {name: dim for seen in self.seen for name, dim in seen.cuts.items()}
         self.held = {what: self._joined(what) for what in ("gradients", "parameters", "outputs")}
 

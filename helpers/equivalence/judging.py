@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from math import prod
 from typing import Any
 
 from helpers.equivalence.findings import Finding, finding, several
-from helpers.equivalence.joining import PARTS, TOLERANCE, Side, different, distance, distances, outputs
+from helpers.equivalence.joining import PARTS, Side, different, distance, distances, outputs
 from helpers.equivalence.observing import Observation
 
 FACTOR_TOLERANCE = 1e-3  # relative: how close a ratio is to an exact factor
@@ -100,18 +101,18 @@ def of_gradients(few: Side, many: Side) -> list[Finding]:
     lost = sorted(reference.keys() - seen.keys())
     found = [finding("gradients are missing", f"{several(lost)} have none on {len(many)} ranks")] if lost else []
     errors = {name: error for name, error in distances(few, many, "gradients").items() if reference[name].norm() > 0}
-    wrong = [name for name, error in errors.items() if error > TOLERANCE]
+    wrong = [name for name, error in errors.items() if error > many.tolerance]
     if not wrong:
         return found
     error, noise = max(errors.values()), few.noise("gradients")
     ratio = sum((seen[name] * reference[name]).sum().item() for name in wrong)
     ratio /= sum(reference[name].square().sum().item() for name in wrong)
     rest = max(distance(seen[name], ratio * reference[name], abs(ratio) * noise) for name in wrong)
-    tokens = [each.tokens for each in many.seen]
-    if rest <= FACTOR_TOLERANCE and (len(wrong) == len(errors) or many.placed):
+    tokens, close = [each.tokens for each in many.seen], max(FACTOR_TOLERANCE, many.tolerance)
+    if rest <= close and (len(wrong) == len(errors) or many.placed):
         which = "all of them" if len(wrong) == len(errors) else f"{len(wrong)} of {len(errors)} ({', '.join(wrong[:3])})"
-        found.append(_factor(ratio, len(many) / len(few), f"{which}, ratio {ratio:.4f}"))
-    elif None not in tokens and len(set(tokens)) > 1:
+        found.append(_factor(ratio, len(many) / len(few), close, f"{which}, ratio {ratio:.4f}"))
+    elif None not in tokens and len(set(tokens)) > 1 and not (of_replicas(few, many) or of_samples(few, many)):
         evidence = f"ranks average over {', '.join(map(str, tokens))} tokens, and the gradients are off by {error:.1e}"
         found.append(finding("a mean of means over unequal counts", evidence))
     else:
@@ -119,46 +120,64 @@ def of_gradients(few: Side, many: Side) -> list[Finding]:
     return found
 
 
-def _factor(ratio: float, world: float, evidence: str) -> Finding:
-    if abs(ratio / world - 1) < FACTOR_TOLERANCE:
+def _factor(ratio: float, world: float, close: float, evidence: str) -> Finding:
+    if abs(ratio / world - 1) < close:
         return finding("gradients are off by the factor W = {factor}", evidence, factor=f"{world:g}")
-    if abs(ratio * world - 1) < FACTOR_TOLERANCE:
+    if abs(ratio * world - 1) < close:
         return finding("gradients are off by the factor 1/W = 1/{factor}", evidence, factor=f"{world:g}")
-    nearest = round(ratio) if ratio >= 1 else 1 / max(1, round(1 / max(ratio, 1e-12)))
-    exact = nearest if abs(ratio / nearest - 1) < FACTOR_TOLERANCE else ratio
-    return finding("gradients are off by the factor {factor}", evidence, factor=f"{exact:.4g}")
+    times, parts = round(ratio), round(1 / ratio) if ratio > 1e-12 else 0
+    near = f"1/{parts}" if abs(ratio * parts - 1) < close else f"{ratio:.4g}"
+    shown = f"{times}" if abs(ratio - times) < close * times else near
+    return finding("gradients are off by the factor {factor}", evidence, factor=shown)
 
 
 def of_results(few: Side, many: Side) -> list[Finding]:
     """What else differs: the step, the mean loss (where ranks say what theirs are means over), the outputs."""
     errors, found = differences(few, many), []
-    if errors.get("gradients", 1) <= TOLERANCE < errors.get("parameters", 0):
+    if errors.get("gradients", 1) <= many.tolerance < errors.get("parameters", 0):
         found.append(finding("parameters differ although gradients agree", f"by {errors['parameters']:.1e} after the step"))
     with_loss = [seen for seen in many.seen if seen.loss is not None]
     unequal = len({len(seen.epochs[0]) for seen in with_loss}) > 1
-    if errors.get("loss", 0) > TOLERANCE and not (unequal and with_loss[0].tokens is None):
+    if errors.get("loss", 0) > many.tolerance and not (unequal and with_loss[0].tokens is None):
         losses = f"{_mean_loss(many):.6g} on {len(with_loss)} ranks, {_mean_loss(few):.6g} on {len(few)}"
         found.append(finding("the loss differs", losses))
-    if errors.get("outputs", 0) > TOLERANCE:
+    if errors.get("outputs", 0) > many.tolerance:
         found.append(finding("outputs differ", f"by {errors['outputs']:.1e} of their size"))
     return found
 
 
 def of_exchanges(few: Side, many: Side) -> list[Finding]:
-    """Gradients need to cross the wire once a step, however many micro-batches it has."""
-    first = many.seen[0]
-    size = sum(4 * gradient.numel() for gradient in first.gradients.values())
+    """Gradients need to cross the wire once an optimiser step, however many micro-batches it has: values of any dtype count."""
+    first, size = many.seen[0], _values_of_gradients(many)
     own = [first.place.get(axis) for axis in PARTS]
     group = tuple(rank for rank, seen in enumerate(many.seen) if [seen.place.get(axis) for axis in PARTS] == own)
-    if not size or len(group) < 2 or (first.dealt and not first.place):
+    if not (size and first.steps) or len(group) < 2 or (first.dealt and not first.place):
         return []
     sums = [c for c in many.run.collectives if c.rank == 0 and c.op == "all_reduce" and c.group == group]
-    handed = sum(c.bytes for c in sums if c.bytes >= 1024)
-    times = handed / size
+    handed = sum(prod(c.shape) for c in sums if c.bytes >= 1024)
+    times = handed / size / first.steps
     if times < 1.9:
         return []
-    evidence = f"{handed:,} B of all-reduce for {size:,} B of gradients"
+    evidence = f"optimiser steps: {first.steps}; {handed:,} values were summed, the gradients have {size:,}"
     return [finding("gradients were exchanged {times} times in one step", evidence, times=f"{times:.0f}")]
+
+
+def traffic(side: Side) -> dict[str, tuple[int, int, float]]:
+    """By operation, what rank 0 issued before `observe`: how many, their bytes, and their values over those of the gradients."""
+    found: dict[str, tuple[int, int, float]] = {}
+    size = _values_of_gradients(side) or float("inf")
+    for each in side.run.collectives:
+        if each.rank == 0 and each.start < side.seen[0].ended:
+            count, handed, times = found.get(each.op, (0, 0, 0.0))
+            found[each.op] = count + 1, handed + each.bytes, times + prod(each.shape) / size
+    return found
+
+
+def _values_of_gradients(side: Side) -> int:
+    """How many values the gradients have that rank 0 computes: of parts along "tp" its own."""
+    first = side.seen[0]
+    dealt = first.dealt if "tp" in first.place else {}
+    return sum(gradient.numel() // dealt.get(name, (0, 1))[1] for name, gradient in first.gradients.items())
 
 
 def of_sampled(few: Side, many: Side) -> list[Finding]:

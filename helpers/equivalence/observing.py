@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,9 @@ class Observation:
     rates: tuple[float, ...] | None
     planned: tuple[float, ...] | None
     origin: Origin | None
+    steps: int | None  # of the optimiser; None where nobody said or counted them
+    rounding: float  # of the coarsest dtype among parameters, gradients and outputs: what 1 + rounding adds at least
+    ended: float  # when `observe` was called, in seconds of `time.perf_counter`
 
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f"loss {self.loss:.4g}, "
@@ -54,6 +58,7 @@ def observe(
     rates: Sequence[float] | None = None,
     planned: Sequence[float] | None = None,
     nan: Watch | None = None,
+    steps: int | None = None,
 ) -> Observation:
     """Take down what this rank's step did; call it after `optimizer.step()`, before gradients are cleared.
 
@@ -75,6 +80,8 @@ def observe(
         sampled: token ids that were generated; ranks with the same place but for "tp" and "pp" must have the same.
         rates: the learning rate of each optimiser step; planned: what they should have been.
         nan: what `with first_nan(model) as nan` gave.
+        steps: how many optimiser steps the job made, which exchanges of gradients are counted against. Not needed where there are
+            `rates`, or where torch's optimisers step and `compare` counts.
 
     Raises ValueError for `shards` without an axis "tp", for a pattern that matches nothing, for unknown keys of `random`, and for
     two parameters that `rename` gives one name though they differ in shape.
@@ -82,7 +89,7 @@ def observe(
     import torch
     from torch.distributed.tensor import DTensor
 
-    place, named = _coordinates(mesh), _named(model, rename)
+    ended, place, named = time.perf_counter(), _coordinates(mesh), _named(model, rename)
     given = outputs if isinstance(outputs, Mapping) else {"": outputs}
     seen = {renamed(name, rename): tensor for name, tensor in given.items() if tensor is not None}
     if shards and "tp" not in place:
@@ -97,6 +104,7 @@ def observe(
         cuts.update({name: dim for name in matches if not isinstance(named.get(name), DTensor)})
     if unknown := set(random or ()) - {"same", "own"}:
         raise ValueError(f'random has {", ".join(sorted(unknown))}; it knows "same" and "own"')
+    taken = [each for p in named.values() for each in (p, p.grad) if each is not None] + list(seen.values())
     epochs = samples if samples and isinstance(samples[0], (list, tuple)) else [samples or ()]
     return Observation(
         loss=_plain(loss),
@@ -115,6 +123,9 @@ def observe(
         rates=None if rates is None else _values(rates),
         planned=None if planned is None else _values(planned),
         origin=nan.found if nan else None,
+        steps=len(rates) if steps is None and rates is not None else steps,
+        rounding=max((torch.finfo(each.dtype).eps for each in taken if each.is_floating_point()), default=0.0),
+        ended=ended,
     )
 
 

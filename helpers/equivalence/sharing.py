@@ -6,7 +6,7 @@ from typing import Any
 
 from helpers.equivalence import origins
 from helpers.equivalence.findings import Finding, finding, several
-from helpers.equivalence.joining import TOLERANCE, Side, different, distance, outputs
+from helpers.equivalence.joining import Side, different, distance, outputs
 from helpers.equivalence.judging import FACTOR_TOLERANCE
 
 PACES = (2, 3, 4, 6, 8, 12, 16, 32, 1 / 2, 1 / 3, 1 / 4, 1 / 8)  # speeds of a schedule that are looked for
@@ -88,7 +88,7 @@ def of_layers(few: Side, many: Side) -> list[Finding]:
     for name, pairs in outputs(few, many).items():
         worst, wanted = max(pairs, key=lambda pair: distance(pair[0].tensor, pair[1]))
         error = distance(worst.tensor, wanted)
-        if error <= TOLERANCE:
+        if error <= many.tolerance:
             agree += 1
         elif shift := _bias(few, name, worst.tensor, wanted):
             return [shift]
@@ -157,13 +157,13 @@ def _pace(rates: tuple[float, ...], planned: tuple[float, ...]) -> float | None:
 
 def of_copies(few: Side, many: Side) -> list[Finding]:
     """Gradients of parameters that several ranks of one model hold whole: parts of the right one where nobody summed them."""
-    reference, noise = few.first("gradients"), few.noise("gradients")
+    reference, noise, close = few.first("gradients"), few.noise("gradients"), max(FACTOR_TOLERANCE, many.tolerance)
     for axis, what in (("pp", "tied"), ("tp", "replicated")):
         parted = []
         for name, wanted in reference.items():
             apart = different(many.held["gradients"].get(name, ()), noise)
             places = {many.seen[copy.ranks[0]].place.get(axis) for copy in apart}
-            if len(places) > 1 and distance(sum(copy.tensor for copy in apart), wanted, noise) <= FACTOR_TOLERANCE:
+            if len(places) > 1 and distance(sum(copy.tensor for copy in apart), wanted, noise) <= close:
                 parted.append(name)
         if parted:
             evidence = f"{several(parted)}: ranks have different gradients that together give the right one"
