@@ -50,6 +50,7 @@ log = logging.getLogger("inference_server")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "model_name": {"required": True, "help": "tiny-ernie, ernie-0.3b, owner/name, or a folder"},
+    "served_model_name": {"help": "what requests call it (default: as model_name)"},
     "batch_size": {"type": int, "default": 16, "help": "prompts in one batch of one rank, at most"},
     "max_length": {"type": int, "default": 2048, "help": "tokens of a prompt and its continuation, at most"},
     "max_wait": {"type": float, "default": 0.01, "help": "seconds to wait for a batch to fill up"},
@@ -163,7 +164,7 @@ def _check_job(job: Job, max_length: int, vocabulary: int) -> None:
 async def serve(replicas: Sequence[Replica], options: argparse.Namespace, tokenizer: Any, max_length: int, ends: set[int]) -> int:
     """Answer requests until SIGTERM, SIGINT or the loss of a replica; the exit code."""
     batcher = Batcher(replicas, batch_size=options.batch_size, max_wait=options.max_wait, bound=options.queue)
-    app = application(batcher, tokenizer, options.model_name, max_length=max_length, ends=ends)
+    app = application(batcher, tokenizer, options.served_model_name, max_length=max_length, ends=ends)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=options.port, log_level="warning", access_log=False))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -177,7 +178,7 @@ async def serve(replicas: Sequence[Replica], options: argparse.Namespace, tokeni
         batcher.refuse("the server is ending, and time was up before this request had its turn")
 
     ending = asyncio.create_task(end())
-    log.warning("serving %s on http://127.0.0.1:%d with %d replicas", options.model_name, options.port, len(replicas))
+    log.warning("serving %s on http://127.0.0.1:%d with %d replicas", options.served_model_name, options.port, len(replicas))
     await server.serve()
     ending.cancel()
     batcher.close()
@@ -273,6 +274,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
         parser.add_argument(*sorted(spellings), dest=name, **settings)
     options = parser.parse_args(arguments)
+    options.served_model_name = options.served_model_name or options.model_name
     for name in ("batch_size", "max_length", "queue"):
         if getattr(options, name) < 1:
             parser.error(f"{name} is {getattr(options, name)}; it must be at least 1")

@@ -1,18 +1,21 @@
 """Templates for servers that stay change nothing but the given values; units, scripts, flags, devices and ports are checked."""
 
+import itertools
 import re
+import shlex
 import subprocess
 
 import pytest
 
-from helpers import cluster, serving
+from helpers import cluster, inference_server, serving
 from helpers.serving import deployment
 from helpers.serving.deployment import TEMPLATES, problems, render, templates
 
 VALUES = {
-    "name": "ernie", "model": "/models/ernie", "directory": "/srv/course", "user": "serving", "port": 8011, "devices": "0,1,2,3",
-    "python": "/srv/course/.venv/bin/python", "image": "registry.example/vllm:0.32", "ranks": 4, "replicas": 2,
-    "tensor_parallel": 2, "dtype": "auto", "batch_size": 16, "max_length": 2048, "max_num_batched_tokens": 4096, "seconds": 300,
+    "name": "ernie", "model": "baidu/ERNIE-4.5-0.3B-PT", "model_folder": "/srv/models/ernie", "directory": "/srv/course",
+    "user": "serving", "port": 8011, "devices": "0,1,2,3", "python": "/srv/course/.venv/bin/python",
+    "image": "registry.example/vllm:0.32", "ranks": 4, "replicas": 2, "tensor_parallel": 2, "dtype": "auto", "batch_size": 16,
+    "max_length": 2048, "max_num_batched_tokens": 4096, "seconds": 300,
 }  # fmt: skip
 COURSE = ["health_check.sh", "inference_server.service", "inference_server_container.sh"]
 VLLM = ["vllm.service", "vllm_container.sh"]
@@ -40,11 +43,27 @@ def test_nothing_but_the_fields_changes(name, without_vllm):
 
 
 def test_the_articles_command_line_stands_in_both_templates_of_the_own_server():
-    for name in COURSE[1:]:
+    for name, model in zip(COURSE[1:], (VALUES["model"], "/model"), strict=True):
         text = render(name, **VALUES).replace(" \\\n    ", " ").replace(" \\\n  ", " ")
-        assert "-m torch.distributed.run --nproc_per_node=4 helpers/inference_server.py --model_name /models/ernie " in text
+        assert f"-m torch.distributed.run --nproc_per_node=4 helpers/inference_server.py --model_name {model} " in text
         assert " --batch_size 16 --max_length 2048 " in text
         assert "CUDA_VISIBLE_DEVICES=0,1,2,3 " in text or '"device=0,1,2,3"' in text
+
+
+@pytest.mark.parametrize("name", [COURSE[2], VLLM[1]])
+def test_a_container_reads_the_models_folder_and_serves_it_by_the_name_that_the_health_check_asks_for(name):
+    words = shlex.split(render(name, **VALUES).replace("\\\n", "").partition("exec ")[2])
+    after = dict(itertools.pairwise(words))
+    assert after["--volume"] == "/srv/models/ernie:/model:ro"
+    assert after.get("--model", after.get("--model_name")) == "/model"
+    asked = re.search(r'"model": "([^"]+)"', render("health_check.sh", **VALUES))
+    assert after.get("--served-model-name", after.get("--served_model_name")) == asked[1] == VALUES["model"]
+
+
+def test_the_own_server_answers_to_the_name_it_is_given_or_to_its_models():
+    line = ["--model_name", "/model"]
+    assert inference_server.parse(line).served_model_name == "/model"
+    assert inference_server.parse([*line, "--served-model-name", "ernie"]).served_model_name == "ernie"
 
 
 @pytest.mark.slow
@@ -65,6 +84,7 @@ def test_vllms_own_parser_takes_its_flags_and_says_what_it_does_not_take():
         ("vllm.service", {**VALUES, "port": 0}, "port is 0; it must be a whole number of at least 1"),
         ("vllm.service", {**VALUES, "devices": "0;1"}, "devices is '0;1'; it must be numbers of GPUs"),
         ("vllm.service", {**VALUES, "model": "a b"}, "no spaces, no quotes"),
+        ("vllm_container.sh", {**VALUES, "model_folder": "models/ernie"}, "a folder's whole path"),
         ("vllm_container.sh", {**VALUES, "name": "Ernie"}, "small letters, digits and -"),
     ],
 )
@@ -90,6 +110,12 @@ def test_values_that_cannot_work_are_refused(name, values, says):
         ("inference_server.service", "--nproc_per_node=4", "--ranks=4", "the command line is not taken"),
         ("inference_server_container.sh", '"device=0,1,2,3"', '"device=0"', "1 GPUs are given to 4 ranks"),
         ("vllm_container.sh", "set -eu", "if true; then", "bash: "),
+        ("vllm_container.sh", "'curl", "curl", "bash: "),
+        ("vllm_container.sh", "--gpus", "--gpu", "no option of docker's here: --gpu"),
+        ("inference_server_container.sh", "--volume", "--vol", "no option of docker's here: --vol"),
+        ("inference_server_container.sh", "ernie:/model:", "ernie:baidu/ERNIE-4.5-0.3B-PT:", "a whole path in the container"),
+        ("vllm_container.sh", "/srv/models/ernie:", "models/ernie:", "needs a whole path here"),
+        ("vllm_container.sh", "--model /model", "--model baidu/ERNIE-4.5-0.3B-PT", "the server is not told of /model"),
         ("health_check.sh", "esac", "end", "bash: "),
     ],
 )

@@ -1,8 +1,8 @@
 """Templates for a server that stays: `data/templates/serving`, filled with one's values and checked before they are installed.
 
 `render("vllm.service", model=…, devices="0,1", …)` replaces each `{{field}}` and nothing else. `problems` checks systemd units
-(`systemd-analyze verify` where there is one), scripts (`bash -n`), the flags with the parsers of vLLM and of the course's server,
-and that devices, ranks and ports agree.
+(`systemd-analyze verify` where there is one), scripts (`bash -n`), docker's options, the flags with the parsers of vLLM and of
+the course's server, and that devices, ranks, ports and a container's folders agree.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import configparser
 import contextlib
 import io
+import itertools
 import math
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,6 +34,10 @@ _PARSE = (  # vLLM's own parser, in a process of its own: importing it takes lon
     "make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])"
 )
 _NEEDED = ("Unit Description", "Service ExecStart", "Service User", "Service WorkingDirectory", "Install WantedBy")
+_DOCKER = (  # options of `docker run` that the templates use
+    *("--rm", "--init", "--name", "--gpus", "--ipc", "--network", "--volume", "--env", "--health-cmd", "--health-start-period"),
+    *("--stop-timeout", "--entrypoint"),
+)
 _ELSEWHERE = ("is not executable", "Failed to resolve user", "Unit checked.service")  # true of the machine it is for
 
 
@@ -56,10 +62,13 @@ def problems(*texts: str) -> list[str]:
     found, ports = [], set()
     for text in texts:
         joined = re.sub(r"\\\n\s*", "", text)
-        found += [*cluster.unfilled(text), *(cluster.bash_problems(text) if text.startswith("#!") else _unit(text, joined))]
+        wrong = cluster.bash_problems(text) if text.startswith("#!") else _unit(text, joined)
+        found += [*cluster.unfilled(text), *wrong]
         ports |= set(re.findall(r"(?:--port |127\.0\.0\.1:)(\d+)", text))
         if start := re.search(r"^(?:ExecStart=|exec )(.*)", joined, re.MULTILINE):
             found += _command(start[1], text)
+            if start[1].startswith("docker ") and not wrong:
+                found += _container(shlex.split(start[1]))
     if len(ports) > 1:
         found.append(f"different ports: {', '.join(sorted(ports))}")
     return found
@@ -93,6 +102,20 @@ def _command(line: str, text: str) -> list[str]:
     devices = re.search(r"(?:CUDA_VISIBLE_DEVICES=|\"device=)([\d,]+)", text)
     count = len(set(devices[1].split(","))) if devices else 0
     return [] if count == ranks else [f"{count} GPUs are given to {ranks} ranks; each needs one of its own"]
+
+
+def _container(words: list[str]) -> list[str]:
+    """What is wrong with docker's options, which end where the server's (-m) begin; the model must lie in the container."""
+    end = [*words, "-m"].index("-m")
+    options, arguments = words[:end], words[end:]
+    found = [f"no option of docker's here: {word}" for word in options if word.startswith("-") and word not in _DOCKER]
+    for given in (value for option, value in itertools.pairwise(options) if option == "--volume"):
+        here, _, there = given.removesuffix(":ro").partition(":")
+        if not here.startswith("/") or not re.fullmatch("/[^:]+", there):
+            found.append(f"--volume {given}: needs a whole path here and a whole path in the container: /srv/model:/model:ro")
+        elif there not in arguments:
+            found.append(f"the server is not told of {there}, where the container has {here}")
+    return found
 
 
 def _unit(text: str, joined: str) -> list[str]:
