@@ -270,6 +270,24 @@ def test_accelerate_launch_understands_a_sharded_config(tmp_path):
     assert int(options.parallelism_config_dp_shard_size) == options.num_processes == config.num_processes == 8
 
 
+@pytest.mark.parametrize(("zero", "offload"), [(0, False), (1, False), (3, False), (3, True)])
+def test_accelerate_lets_several_hosts_meet(tmp_path, zero, offload):
+    """By accelerate's own rules, on the second host, with and without the address of the first on the command line."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    file = tmp_path / "config.yaml"
+    file.write_text(commands.accelerate(Layout(dp=16, zero=zero), Workload(1, 8), 8, offload))
+    for named, head in ([], "HEAD"), (["--main_process_ip", "10.0.0.1"], "10.0.0.1"):
+        line = ["--config_file", str(file), "--machine_rank", "1", *named, "train.py"]
+        options, config, _ = _validate_launch_command(launch_command_parser().parse_args(line))
+        options.deepspeed_fields_from_accelerate_config = list(config.deepspeed_config)
+        assert options.use_deepspeed == (zero == 1 or offload)
+        (prepare_deepspeed_cmd_env if options.use_deepspeed else prepare_multi_gpu_env)(options)
+        met = options.rdzv_endpoint, options.nnodes, options.nproc_per_node, options.node_rank
+        assert met == (f"{head}:29500", "2", "8", 1)
+
+
 def test_a_cpu_size_model_uses_plain_data_parallelism():
     text = commands.accelerate(Layout(dp=4), Workload(1, 8), 4)
     assert yaml.safe_load(text)["distributed_type"] == "MULTI_GPU"

@@ -33,7 +33,9 @@ def accelerate(layout: Layout, workload: Workload, each_host: int, offload: bool
     """The YAML file for `accelerate launch --config_file`, or "" for what accelerate does not run.
 
     That is pipelines, and tensor parallelism without shards over data-parallel ranks. ZeRO 2 and 3 are FSDP2 (gathered weights
-    kept or freed after the forward pass), ZeRO 1 and an optimiser on the CPU are DeepSpeed's.
+    kept or freed after the forward pass), ZeRO 1 and an optimiser on the CPU are DeepSpeed's. With several hosts each runs the
+    command, HEAD in the file replaced by the first one's address and `machine_rank` by its own number, or by
+    `--main_process_ip` and `--machine_rank`.
     """
     if layout.pp > 1 or (layout.tp > 1 and (layout.zero < 2 or offload)):
         return ""
@@ -46,9 +48,12 @@ def accelerate(layout: Layout, workload: Workload, each_host: int, offload: bool
         "rdzv_backend": "static" if layout.ranks == each_host else "c10d",
         "machine_rank": 0,
     }
+    if layout.ranks > each_host:
+        found |= {"main_process_ip": "HEAD", "main_process_port": 29500}
     if layout.zero == 1 or offload:
         found["distributed_type"] = "DEEPSPEED"
         found["deepspeed_config"] = {
+            "deepspeed_multinode_launcher": "standard",
             "zero_stage": max(layout.zero, 1),
             "gradient_accumulation_steps": workload.micro_batches,
             "offload_optimizer_device": "cpu" if offload else "none",

@@ -112,8 +112,9 @@ class Plan:
     def commands(self, model: str = "MODEL", script: str = "train.py") -> dict[str, str]:
         """The texts that run the first candidate, by program: "torchrun" and "accelerate" (a YAML file), or "vllm".
 
-        A program that cannot run the layout is left out. `script` takes the options that the torchrun line gives it. Raises
-        LookupError where nothing fits.
+        A program that cannot run the layout is left out. `script` takes the options that the torchrun line gives it. With several
+        hosts HEAD stands for the first one's address, and `machine_rank` (accelerate) and IS_HEAD (torchrun) are set on each.
+        Raises LookupError where nothing fits.
         """
         best, each_host = self.best, min(self.machines.per_node, self.best.layout.ranks)
         if not self.workload.training:
