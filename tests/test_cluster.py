@@ -76,6 +76,8 @@ def test_values_that_cannot_work_are_refused(name, values, says):
         ("slurm.sbatch", "set -eu", "if true; then", "bash: "),
         ("slurm.sbatch", "--nodes=2", "--nodes=3", "asked for [3] hosts, torchrun waits for 2"),
         ("slurm.sbatch", "--gpus-per-node=2", "--gpus-per-node=8", "asked for [8] GPUs, torchrun starts 2 ranks"),
+        ("slurm.sbatch", "#SBATCH --exclusive\n", "", "sbatch is asked for one core a host"),
+        ("slurm.sbatch", ' --cpus-per-task="$SLURM_CPUS_ON_NODE"', "", "srun gives torchrun one core"),
         ("slurm.sbatch", "--nproc-per-node 2", "--nproc-per-host 2", "torchrun does not take"),
         ("slurm.sbatch", "--nnodes 1:2", "--nnodes 3:2", "at least 3 hosts, but at most 2"),
         ("slurm.sbatch", "torchrun", "python", "no line starts torchrun or vllm"),
@@ -124,11 +126,11 @@ def test_what_a_template_runs_on_each_host_runs(name, tmp_path):
         if name == "slurm.sbatch":
             stand_in(tmp_path, "scontrol", f'#!/bin/sh\n[ "$*" = "show hostnames list" ] && echo {head}\n')
             stand_in(
-                tmp_path, "srun", '#!/bin/sh\nshift 2\necho "$HEAD" > head\nfor word; do printf "%s\\0" "$word"; done > step\n'
+                tmp_path, "srun", '#!/bin/sh\necho "$HEAD $3" > head\nshift 3\nfor word; do printf "%s\\0" "$word"; done > step\n'
             )
-            given = {**environment, "SLURM_JOB_NODELIST": "list"}
+            given = {**environment, "SLURM_JOB_NODELIST": "list", "SLURM_CPUS_ON_NODE": "96"}
             subprocess.run(["bash"], input=text, text=True, check=True, cwd=tmp_path, env=given)
-            assert (tmp_path / "head").read_text() == f"{head}\n"
+            assert (tmp_path / "head").read_text() == f"{head} --cpus-per-task=96\n"
             command = (tmp_path / "step").read_text().split("\0")[:-1]
             own = [{"SLURM_NODEID": str(host.number), "SLURMD_NODENAME": host.address} for host in nodes.hosts]
             common = {"HEAD": head, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
