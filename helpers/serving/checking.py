@@ -12,10 +12,9 @@ from typing import Any
 import psutil
 
 from helpers import machine, model_files, models
-from helpers.predict import Architecture, Layout, Workload, architecture, kv_bytes_per_token, memory
+from helpers.predict import Architecture, Layout, Workload, architecture, kv_bytes_per_token, memory, undivided
 from helpers.serving.settings import BIND, GIB, Settings, on_cpu
 
-PADDING = 64  # vLLM pads the vocabulary to a multiple of it before it is divided among ranks
 BLOCK = {"cpu": 128, "cuda": 16}  # tokens in a block of the KV cache
 PROCESS = 0.5  # GiB of each process besides weights, cache and activations: the ranks, a scheduler a replica, the server
 UTILIZATION = 0.92  # share of a GPU's memory that vLLM takes where it is not told
@@ -40,9 +39,10 @@ def check(model_or_config: Any = None, tensor_parallel: int = 1, **settings: Any
         shape = architecture(config)
     except ValueError:  # of a design that is not covered here: vLLM judges it
         return found
-    if divided := _indivisible(shape, tensor_parallel):
-        fitting = [str(degree) for degree in range(1, shape.heads + 1) if not _indivisible(shape, degree)]
-        return [*(f"{each}; this model can have tensor_parallel {', '.join(fitting)}" for each in divided), *found]
+    if uneven := undivided(shape, tensor_parallel, "vllm"):
+        fitting = [str(degree) for degree in range(1, shape.heads + 1) if not undivided(shape, degree, "vllm")]
+        ranks = f"tensor_parallel={tensor_parallel} ranks; this model can have tensor_parallel {', '.join(fitting)}"
+        return [*(f"{size:,} {what} cannot be divided among {ranks}" for what, size in uneven.items()), *found]
     return [*found, *_cache(shape, config, chosen), *_memory(shape, config, chosen)]
 
 
@@ -84,21 +84,6 @@ def config_of(model: Any) -> Any:
         return models.config(name)
     file = model_files.find(name, complete=False) / "config.json"
     return SimpleNamespace(**json.loads(file.read_text(encoding="utf-8")))
-
-
-def _indivisible(shape: Architecture, tp: int) -> list[str]:
-    """Sizes that `tp` ranks cannot share."""
-    padded = _up(shape.vocabulary, PADDING)
-    sizes = {
-        f"{shape.heads} attention heads": shape.heads,
-        f"a vocabulary of {shape.vocabulary:,} (padded to {padded:,})": padded,
-        f"an MLP width of {shape.intermediate:,}": shape.intermediate,
-    }
-    found = [f"{what} cannot be divided among tensor_parallel={tp} ranks" for what, size in sizes.items() if size % tp]
-    if max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
-        what = "divided among" if shape.kv_heads > tp else "repeated evenly on"
-        found.append(f"{shape.kv_heads} KV heads cannot be {what} tensor_parallel={tp} ranks")
-    return found
 
 
 def _lengths(config: Any, settings: Settings) -> list[str]:
