@@ -1,5 +1,6 @@
 """Two hosts on one machine: jobs across them go as on one host, what crosses the link is counted, and nothing is left of them."""
 
+import json
 import os
 import signal
 import subprocess
@@ -422,6 +423,61 @@ def test_nothing_is_left(how, tmp_path):
     assert (set(os.listdir("/sys/class/net")), Path("/proc/self/mountinfo").read_text()) == before
 
 
+ORDINARY = """
+import json, os
+from helpers import launch
+from helpers.two_nodes import two_nodes
+
+def job():
+    import torch, torch.distributed as dist
+    total = torch.ones(1) * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    return total.item()
+
+with two_nodes() as nodes:
+    namespaces = [os.readlink(path) for host in nodes.hosts for path in host.namespaces]
+    results = launch(job, ranks=2, nodes=nodes).results
+    user, carried = os.stat(f"/proc/{nodes.hosts[1].pid}").st_uid, nodes.bytes_between()
+print(json.dumps([os.getresuid(), user, results, min(carried), namespaces]))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become an ordinary user")
+def test_an_ordinary_user_has_two_hosts_too_and_nothing_is_left(tmp_path):
+    nobody = 65534
+    for parent in (tmp_path, *tmp_path.parents):  # pytest's own folders are closed to others
+        if not parent.stat().st_mode & 0o001:
+            parent.chmod(0o755)
+    temporary, script = tmp_path / "temporary", tmp_path / "owner.py"
+    temporary.mkdir()
+    os.chown(temporary, nobody, nobody)
+    script.write_text(ORDINARY)
+    environment = {**os.environ, "TMPDIR": str(temporary), "HOME": str(temporary), "PYTHONPATH": str(ROOT)}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    as_nobody = {"user": nobody, "group": nobody, "extra_groups": [], "cwd": tmp_path, "env": environment, "text": True}
+    as_nobody |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    try:
+        tried = subprocess.run([sys.executable, "-c", "from helpers.two_nodes import available as a; print(*a())"], **as_nobody)
+    except PermissionError:
+        pytest.skip("an ordinary user may not run this Python")
+    if not tried.stdout.startswith("True"):
+        pytest.skip(f"an ordinary user cannot have two hosts here: {tried.stdout}{tried.stderr}")
+
+    before = set(os.listdir("/sys/class/net")), Path("/proc/self/mountinfo").read_text()
+    owner = subprocess.Popen([sys.executable, script], **as_nobody)
+    try:
+        told, said = owner.communicate(timeout=120)
+    finally:
+        owner.kill()
+    assert owner.returncode == 0, said
+    users, user_inside, results, carried, namespaces = json.loads(told)
+    assert (set(users), user_inside, results) == ({nobody}, nobody, [3.0, 3.0])
+    assert carried > 0
+    wait_until(lambda: inhabitants(set(namespaces)) == [], "no process is left on either host")
+    wait_until(lambda: os.listdir(temporary) + folders_of(owner.pid) == [], "no temporary file is left")
+    assert (set(os.listdir("/sys/class/net")), Path("/proc/self/mountinfo").read_text()) == before
+
+
 @on_two_hosts
 def test_hosts_can_be_opened_again_but_not_used_while_closed():
     nodes = two_nodes(rate="1.5gbit")
@@ -479,5 +535,5 @@ def test_where_namespaces_are_refused_it_is_said_why_and_what_would_help():
         pytest.skip(f"namespaces cannot be forbidden for a test here: {done.stderr}")
     possible, raised = done.stdout.splitlines()
     assert possible.startswith("False user namespaces are not allowed (unshare: unshare failed: No space left on device)")
-    assert "; mend: " in possible
+    assert "; mend: where there is no space left: sysctl user.max_user_namespaces=" in possible  # the switch that is off here
     assert raised == f"this machine cannot be two hosts: {possible.removeprefix('False ')}"
