@@ -155,7 +155,7 @@ def play(programs):
                 else:
                     recorded.append(made(rank, at[rank], op=kind, end=OPEN, peer=rest[0]))
                 waiting[rank], moved = recorded[-1], True
-        meetings = waits._Meetings(recorded)
+        meetings = waits.Meetings(recorded)
         for rank, operation in enumerate(waiting):
             if operation is not None and (operation.op == "send" or not meetings.missing(operation)):
                 if operation.op != "send":  # nobody waits for the end of a send, so nobody writes it down

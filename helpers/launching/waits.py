@@ -20,7 +20,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 Row = dict[int, Collective | None]  # what each member issued at one place of a sequence; None: nothing any more
 
 
-class _Meetings:
+class Meetings:
     """Which operations of the ranks belong together: the n-th of each member of a group, the n-th send and its receive."""
 
     def __init__(self, collectives: Iterable[Collective]) -> None:
@@ -63,7 +63,7 @@ def in_flight(collectives: Iterable[Collective]) -> dict[int, Collective]:
     That is the one it is known to block on. Else, because the end of an operation is not always known, the first without an end
     to which another member has not come, or has come with something else; a send, which need not wait for its receive, last.
     """
-    meetings = _Meetings(collectives)
+    meetings = Meetings(collectives)
     waiting: dict[int, Collective] = {}
     for rank, own in meetings.by_rank.items():
         unfinished = [c for c in own if c.end is None]
@@ -77,7 +77,7 @@ def in_flight(collectives: Iterable[Collective]) -> dict[int, Collective]:
 
 def waited_for(collectives: Sequence[Collective], waiting: dict[int, Collective]) -> set[int]:
     """Ranks that those `waiting` wait for while they themselves wait for nobody; empty where all wait for each other."""
-    meetings = _Meetings(collectives)
+    meetings = Meetings(collectives)
     return set().union(*(meetings.missing(collective) for collective in waiting.values())) - waiting.keys()
 
 
@@ -86,7 +86,7 @@ def first_difference(collectives: Sequence[Collective]) -> Row | None:
 
     The same means operation, dtype and, where it must be equal on all ranks, payload size.
     """
-    meetings = _Meetings(collectives)
+    meetings = Meetings(collectives)
     differing: dict[tuple[Any, ...], Row] = {}
     for collective in sorted(collectives, key=lambda c: c.sequence):
         channel = _channel(collective)

@@ -19,12 +19,12 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matplotlib.patches import Patch
 
+from helpers.launching import waits
 from helpers.measuring.trace import last_moment
 from helpers.plots import style
 from helpers.plots.style import Figure, amount, measured_on, scale
@@ -166,23 +166,11 @@ def _passages(run: Run) -> list[list[_Passage]]:
 
 
 def _met(collectives: Sequence[Collective]) -> dict[Collective, float]:
-    """When everyone that a collective needs had come: infinite where somebody never did.
-
-    The n-th collective on a group is one meeting, whatever its operation; so is the n-th send from a to b with the n-th receive.
-    """
-    counted: Counter[tuple[Any, ...]] = Counter()
-    meetings: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
-    for each in sorted(collectives, key=lambda each: (each.rank, each.sequence)):
-        members, lone = each.group, each.op in ("send", "recv")
-        if lone:
-            ends = (each.rank,) if each.peer is None else (each.rank, each.peer)
-            members = ends if each.op == "send" else ends[::-1]
-        counted[each.rank, lone, members] += 1
-        meetings[lone, members, counted[each.rank, lone, members]].append(each)
-    came = {}
-    for (_, members, _), present in meetings.items():
-        complete = {each.rank for each in present} >= set(members)
-        came.update(dict.fromkeys(present, max(each.start for each in present) if complete else math.inf))
+    """When everyone that a collective needs had come: infinite where somebody never did."""
+    meetings, came = waits.Meetings(collectives), {}
+    for each in collectives:
+        present = [issued for rank, issued in meetings.row(each).items() if rank is not None]  # None: received from any rank
+        came[each] = max(math.inf if issued is None else issued.start for issued in present)
     return came
 
 
