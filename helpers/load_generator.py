@@ -109,10 +109,7 @@ def send(
     for what, given in (("max_tokens", most), ("expected texts", texts)):
         if len(given) != count:
             raise ValueError(f"{len(given)} {what} for {count} prompts; give one for each")
-    pauses = random.Random(0)
-    moments = [0.0] * count
-    if rate:
-        moments = list(itertools.accumulate((pauses.expovariate(rate) for _ in prompts), initial=0.0))
+    starts = moments(count, rate) if rate else [0.0] * count
 
     async def everything() -> Load:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency or 0)
@@ -121,7 +118,7 @@ def send(
             begin = time.perf_counter()
 
             async def one(number: int) -> Reply:
-                await asyncio.sleep(moments[number])
+                await asyncio.sleep(starts[number])
                 async with places:
                     body = {"model": model, "temperature": 0, "prompt": prompts[number], "max_tokens": most[number]}
                     return await _ask(client, body, number, begin, texts[number])
@@ -131,6 +128,12 @@ def send(
 
     with start_blocking_portal() as portal:  # a loop in another thread, since a kernel has one; an interrupt cancels what runs
         return portal.call(everything)
+
+
+def moments(count: int, rate: float) -> list[float]:
+    """When an open loop sends: `count` seconds from its start, the same on every call, with exponential gaps of mean 1 / rate."""
+    pauses = random.Random(0)
+    return list(itertools.accumulate((pauses.expovariate(rate) for _ in range(count - 1)), initial=0.0))[:count]
 
 
 async def _ask(client: httpx.AsyncClient, body: dict[str, Any], number: int, begin: float, expected: str | None) -> Reply:

@@ -1,8 +1,10 @@
 """The load generator: loops, arrivals, percentiles, and replies that are not one's own."""
 
 import asyncio
+import itertools
 import signal
 import socket
+import statistics
 import threading
 from contextlib import contextmanager
 
@@ -12,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from launch_support import wait_until
 
-from helpers.load_generator import Load, Reply, send
+from helpers.load_generator import Load, Reply, moments, send
 
 
 @contextmanager
@@ -86,7 +88,20 @@ def test_a_closed_loop_never_has_more_requests_under_way_than_clients():
     assert most <= 3
 
 
-def test_an_open_loop_sends_at_poisson_moments_whether_or_not_replies_come():
+def test_moments_of_an_open_loop_are_poisson():
+    """Gaps of a Poisson process are exponential: as wide on average as they spread."""
+    sent = moments(5001, 200)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(sent)]
+    mean = statistics.mean(gaps)
+    assert sent[0] == 0
+    assert len(gaps) == 5000
+    assert mean == pytest.approx(1 / 200, rel=0.05)
+    assert 0.93 < statistics.stdev(gaps) / mean < 1.07
+    assert moments(5001, 200) == sent
+    assert moments(0, 200) == []
+
+
+def test_an_open_loop_sends_at_its_moments_whether_or_not_replies_come():
     blocked = asyncio.Event()
     asked = []
 
@@ -102,7 +117,7 @@ def test_an_open_loop_sends_at_poisson_moments_whether_or_not_replies_come():
     assert load.statuses == {200: 10}
     sent = [each.sent for each in load.replies]
     assert sent == sorted(sent)
-    assert sent[-1] > 0.01  # ten arrivals at 200 a second take about 50 ms
+    assert all(begun >= moment - 0.001 for begun, moment in zip(sent, moments(10, 200), strict=True))  # loops' clocks are coarse
 
 
 @pytest.mark.parametrize(
