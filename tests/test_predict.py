@@ -418,16 +418,17 @@ def test_states_of_the_small_shape_without_holding_it():
 
 
 @pytest.mark.parametrize("new_tokens", [0, 5])
-def test_cache_and_logits_of_inference(new_tokens):
-    ids = torch.arange(3 * 16).view(3, 16)
-    model = build(TINY).eval()
+@pytest.mark.parametrize(("shape", "batch", "prompt"), [(TINY, 3, 16), (SMALL, 1, 16)], ids=["tiny", "0.3B"])
+def test_cache_and_logits_of_inference(shape, batch, prompt, new_tokens):
+    ids = torch.arange(batch * prompt).view(batch, prompt)
+    model = build(shape).eval()
     with torch.no_grad():
         output = model(input_ids=ids, use_cache=True, logits_to_keep=1 if new_tokens else 0)
         for _ in range(new_tokens):
             following = model(input_ids=ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
             output.past_key_values = following.past_key_values
     measured = sum(layer.keys.nbytes + layer.values.nbytes for layer in output.past_key_values.layers)
-    found = memory(TINY, Workload(3, 16, training=False, new_tokens=new_tokens))
+    found = memory(shape, Workload(batch, prompt, training=False, new_tokens=new_tokens))
     assert found.kv_cache == measured
     assert found.logits == output.logits.nbytes
     assert found.gradients == found.optimizer_state == 0
