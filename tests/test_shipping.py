@@ -159,6 +159,28 @@ def test_variables_are_found_through_every_function_that_uses_them():
     assert culprit(cell["looks_at_itself"]).startswith("the global variable 'LOCK' that looks_at_itself uses (a lock)")
 
 
+def test_defaults_of_parameters_and_attributes_of_classes_are_named():
+    some = (number for number in range(3))
+    assert culprit(lambda a=some: 1).startswith("the default of the parameter 'a' of <lambda> (a generator)")
+    cell = in_a_cell(
+        "import threading\n"
+        "class Counter:\n"
+        "    def up(self):\n        Counter.count += 1\n"
+        "    count = 0\n"
+        "    lock = threading.Lock()\n"
+        "def job():\n    return Counter().up()\n"
+        "def calls(*, again=0):\n    return called\n"
+        "def called():\n    return calls, Counter.lock\n"
+        "def made():\n    return Counter()\n"
+    )
+    lock = "the global variable 'Counter' that {} uses, attribute 'lock' (a lock)"
+    assert culprit(cell["job"]).startswith(lock.format("job"))
+    assert culprit(cell["calls"]).startswith(lock.format("called"))
+    assert culprit(lambda counter: counter, cell["made"]()).startswith(
+        "the class of the argument 'counter', attribute 'lock' (a lock)"
+    )
+
+
 def test_memory_files_are_shipped():
     fn, args, _ = shipping.loads(shipping.dumps(lambda f: f.read(), (io.StringIO("text"),), {}))
     assert fn(*args) == "text"

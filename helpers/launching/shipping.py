@@ -141,12 +141,13 @@ def _innermost(where: str, value: Any, depth: int, seen: set[int]) -> tuple[str,
         _Pickler(io.BytesIO()).dump(value)
         return None
     except Exception:
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, (types.FunctionType, type)):
             seen.add(id(value))  # it may refer to itself
             depth = LEVELS + 1
-    parts = ((name, part) for name, part in _parts(where, value) if id(part) not in seen) if depth else ()
-    deeper = (_innermost(name, part, depth - 1, seen) for name, part in parts)
-    return next(filter(None, deeper), (where, value))
+    parts = list(_parts(where, value)) if depth else []
+    deeper = (_innermost(name, part, depth - 1, seen) for name, part in parts if id(part) not in seen)
+    found = next(filter(None, deeper), None)
+    return found or (None if any(id(part) in seen for _, part in parts) else (where, value))
 
 
 def _parts(where: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -160,6 +161,10 @@ def _parts(where: str, value: Any) -> Iterator[tuple[str, Any]]:
         enclosed = inspect.getclosurevars(value).nonlocals
         for kind, variables in (("variable", enclosed), ("global variable", used)):
             yield from ((f"the {kind} {name!r} that {value.__name__} uses", part) for name, part in variables.items())
+        for name, parameter in inspect.signature(value, follow_wrapped=False).parameters.items():
+            yield f"the default of the parameter {name!r} of {value.__name__}", parameter.default
+    elif isinstance(value, type):
+        yield from ((f"{where}, attribute {name!r}", part) for name, part in _internals._class_getstate(value)[0].items())
     elif isinstance(value, functools.partial):
         yield f"an argument of the partial {name_of(value)}", (*value.args, *value.keywords.values())
         yield name_of(value), value.func
@@ -169,5 +174,6 @@ def _parts(where: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{where}, key {key!r}", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, set)):
         yield from ((f"{where}, item {index}", part) for index, part in enumerate(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
+    elif hasattr(value, "__dict__") and not isinstance(value, types.ModuleType):
         yield from ((f"{where}, attribute {name!r}", part) for name, part in vars(value).items())
+        yield f"the class of {where}", type(value)
