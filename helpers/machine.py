@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import html
 import importlib.util
+import operator
 import os
 import platform
 import re
@@ -127,8 +128,10 @@ def placement(ranks: int, backend: str | None = None) -> Placement:
     Raises TypeError or ValueError for a number of ranks that is no whole number of at least 1, an unknown backend, or
     `backend="nccl"` without a GPU for every rank.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int):
-        raise TypeError(f"ranks is {ranks!r}; it must be a whole number of at least 1")
+    try:
+        ranks = operator.index(None if isinstance(ranks, bool) else ranks)  # type: ignore[arg-type]  # numpy's numbers too
+    except TypeError:
+        raise TypeError(f"ranks is {ranks!r}; it must be a whole number of at least 1") from None
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; a job needs at least 1")
     if backend not in (None, "gloo", "nccl"):

@@ -1,10 +1,12 @@
 """What this computer is and where ranks run: decided from cores, control groups and an imitated NVIDIA driver."""
 
 import os
+import re
 import subprocess
 import sys
 import types
 
+import numpy
 import pytest
 
 from helpers import machine
@@ -209,11 +211,17 @@ def test_a_cpu_build_of_torch_leaves_the_gpus_idle(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "error"), [(0, ValueError), (-1, ValueError), (2.5, TypeError), ("two", TypeError), (True, TypeError)]
+    ("ranks", "error"),
+    [(0, ValueError), (-1, ValueError), (2.5, TypeError), (numpy.float64(2), TypeError), ("two", TypeError), (True, TypeError)],
 )
 def test_a_wrong_number_of_ranks_is_named(ranks, error):
-    with pytest.raises(error, match=f"ranks is {ranks!r}"):
+    with pytest.raises(error, match=re.escape(f"ranks is {ranks!r}")):
         machine.placement(ranks)
+
+
+def test_a_whole_number_of_numpy_is_one():
+    chosen = machine.placement(numpy.int64(2), "gloo")
+    assert chosen.reason.startswith("2 ranks on")
 
 
 def test_an_unknown_backend_is_named():

@@ -58,6 +58,7 @@ def launch(
     """
     _validate(fn, args, kwargs, timeout, env)
     placement = machine.placement(ranks, backend if nodes is None else backend or "gloo")
+    ranks = int(ranks)  # numpy's numbers are whole numbers too
     hosts = _hosts(nodes, ranks, placement.backend)
     if ranks > MOST_RANKS:
         raise ValueError(f"ranks is {ranks}; at most {MOST_RANKS} can be started on one machine")
