@@ -255,6 +255,21 @@ def swapped():
     return a[0].item()
 
 
+def total(x):
+    dist.all_reduce(x)
+
+
+def swapped_calls():
+    loss, tokens = torch.full((8,), 1.0), torch.full((8,), 10.0)
+    if dist.get_rank() == 0:
+        total(loss)
+        total(tokens)
+    else:
+        total(tokens)
+        total(loss)
+    return loss[0].item()
+
+
 # --------------------------------------------------------------------------------------------- groups, tensor parallel, loading
 
 

@@ -1,5 +1,6 @@
 """The recorder sees everything that passes between ranks exactly once, and its bytes are those of the arithmetic."""
 
+import contextlib
 import linecache
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from helpers import RankDied, RankFailed, launch
-from helpers.measuring import collectives, journal, sources
+from helpers.measuring import clock, collectives, journal, sources
 from helpers.measuring.operators import OPERATORS
 
 FLOAT = 4  # bytes
@@ -585,9 +586,20 @@ def test_whose_code_a_file_is():
         assert not sources.is_learner_file(other)
 
 
-def test_the_innermost_line_of_the_learner_is_named():
+def test_the_innermost_line_of_the_learner_is_named_and_who_called_it():
     def ask():
-        return sources.learner_line(sys._getframe())
+        return sources.learner_lines(sys._getframe())
 
-    assert sources.learner_line(None) is None
-    assert ask().endswith("return sources.learner_line(sys._getframe())")
+    @contextlib.contextmanager
+    def library():
+        yield
+
+    def texts(lines):
+        return [line.partition(": ")[2] for line in lines]
+
+    assert sources.learner_lines(None) == []
+    found = library()(ask)()  # a decorated function: a library's frame lies between
+    assert texts(found) == ["return sources.learner_lines(sys._getframe())", "found = library()(ask)()"]
+    found.clear()
+    clock.measure(lambda: found.append(ask()), repeats=1)
+    assert texts(found[-1])[1:] == ["clock.measure(lambda: found.append(ask()), repeats=1)"], "and none that lies outside helpers"

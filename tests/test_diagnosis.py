@@ -4,6 +4,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -308,13 +309,16 @@ def made(rank, sequence, line, op="all_reduce", group=(0, 1), size=4, dtype="flo
     return Collective(rank, sequence, op, group, dtype, (size // 4,), size, float(sequence), end, line)
 
 
-def run_of(*lines_by_rank, op="all_reduce", group=None):
+def run_of(*lines_by_rank, op="all_reduce", group=None, inside=None):
+    """One letter an operation: its line's text; of the line that calls it where it is issued `inside` another."""
     group = group or tuple(range(len(lines_by_rank)))
     made_all = [
         made(rank, place, line and f"cell 1, line {5 + 10 * rank + place}: {line}", op, group)
         for rank, lines in enumerate(lines_by_rank)
         for place, line in enumerate(lines)
     ]
+    if inside:
+        made_all = [replace(c, source=f"cell 1, line 2: {inside}", callers=(c.source,)) for c in made_all]
     return Run(len(lines_by_rank), "cpu", "gloo", collectives=tuple(made_all))
 
 
@@ -331,6 +335,30 @@ def test_swapped_lines_are_found(ranks):
     named = diagnose(run)
     assert named.fault == "swapped-order"
     assert not named.healthy
+
+
+def test_a_swap_is_found_beside_lines_that_only_one_rank_passes():
+    found = diagnosis.mismatch(run_of("xab", "yba"))
+    assert [issued.source.partition(": ")[2] for issued in found.rows.values()] == ["a", "b"]
+
+
+def test_a_swap_is_found_where_one_line_is_called_from_two():
+    found = diagnosis.mismatch(run_of("ab", "ba", inside="dist.all_reduce(x)"))
+    assert found.what == "source"
+    assert found.rows[0].source == "cell 1, line 2: dist.all_reduce(x) <- cell 1, line 5: a"
+    assert found.later[1].source == "cell 1, line 2: dist.all_reduce(x) <- cell 1, line 16: a"
+    assert diagnosis.mismatch(run_of("ab", "ab", inside="dist.all_reduce(x)")) is None
+
+
+def test_lines_in_the_same_order_are_claimed_only_where_they_are():
+    ends = {True: "from lines in the same order", False: "though not all from the same lines"}
+    for run, same in (
+        (run_of("ab", "ab"), True),
+        (run_of([None, "a"], ["a", None]), True),
+        (run_of("a", "b"), False),
+        (run_of("a", "b", inside="dist.all_reduce(x)"), False),
+    ):
+        assert diagnose(run).ruled_out[0].endswith(ends[same])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Real jobs: each fault that a CPU can produce is named, healthy jobs raise no alarm, silent faults are found by their tool."""
 
+import re
 import subprocess
 import sys
 import time
@@ -54,6 +55,7 @@ REAL = {  # case -> the fault to be named, the ranks to be blamed (None: not tol
     "only slow": (None, None, jobs.only_slow, {"timeout": HANG}),
     "all receive first": ("send-recv-cycle", None, jobs.receive_cycle, {"timeout": HANG}),
     "swapped order": ("swapped-order", None, jobs.swapped, {}),
+    "swapped order of calls": ("swapped-order", None, jobs.swapped_calls, {}),
     "new_group on one rank": ("group-lists-differ", (0,), jobs.group_on_one_rank, {"ranks": 3, "timeout": HANG}),
     "mesh too large": ("degrees-do-not-multiply", None, jobs.mesh_too_large, {}),
     "layout too large": ("degrees-do-not-multiply", None, jobs.layout_does_not_fit, {}),
@@ -97,6 +99,7 @@ def test_the_evidence_is_rank_by_rank_with_the_lines():
         ("other operation", "op"),
         ("other group", "group"),
         ("swapped order", "source"),
+        ("swapped order of calls", "source"),
         ("under a condition", "missing"),
     ]:
         found, named = outcome(case)
@@ -106,6 +109,8 @@ def test_the_evidence_is_rank_by_rank_with_the_lines():
         assert f"rank {first} issued all_reduce (float32" in str(difference)
         assert "diagnosis_jobs.py, line" in str(difference)
         assert str(difference) in named.evidence[0]
+    called = str(diagnosis.mismatch(outcome("swapped order of calls")[0]))
+    assert re.search(r"rank 0 issued .*: dist\.all_reduce\(x\) <- .*: total\(loss\)\n", called)
 
 
 def test_new_group_with_other_lists():

@@ -177,7 +177,8 @@ def _named(fault: Fault, evidence: tuple[str, ...], ranks: tuple[int, ...]) -> D
 def _agreement(run: Run) -> str:
     if not run.collectives:
         return f"nothing was recorded to compare the ranks by{f': {run.problem}' if run.problem else ''}"
-    return f"all ranks issue the same {len(run.collectives):,} operations in the same order, from lines in the same order"
+    lines = "from lines in the same order" if sequences.same_lines(run.collectives) else "though not all from the same lines"
+    return f"all ranks issue the same {len(run.collectives):,} operations in the same order, {lines}"
 
 
 def _no_sign(read: reading.Reading) -> str:

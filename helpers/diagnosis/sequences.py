@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from helpers.launching import waits
 from helpers.measuring.records import Collective
@@ -57,7 +58,8 @@ def find(collectives: Sequence[Collective], ended: bool = True) -> Mismatch | No
     if roots and not any(row and rank in row and row[rank] is None for rank in roots):  # who is absent in this row waits itself
         row = next(found for found in (_row(c, waiting) for c in waiting.values()) if roots & found.keys())
     if row is None:
-        return _swapped(collectives)
+        depths = range(1 + max((len(collective.callers) for collective in collectives), default=0))
+        return next(filter(None, (_swapped(collectives, depth) for depth in depths)), None)
     elsewhere = {
         rank: waiting[rank]
         for rank, collective in row.items()
@@ -75,42 +77,59 @@ def _row(collective: Collective, waiting: dict[int, Collective]) -> waits.Row:
     return {rank: same.get(rank) for rank in collective.group}
 
 
-def _swapped(collectives: Sequence[Collective]) -> Mismatch | None:
-    """Two operations that rank a issues in the order A, B and rank b in the order B, A: of one group and kind, told apart by the
-    text of their lines, which may stand in two branches.
+def same_lines(collectives: Sequence[Collective]) -> bool:
+    """Whether the ranks of each group pass lines of the same texts, called from the same, in the same order, where known."""
+    texts = ({_lines(c, None) for c in row if c.source} for rows in _rows(collectives) for row in rows)
+    return all(len(different) <= 1 for different in texts)
 
-    Different lines at one place alone are no sign: ranks may take different branches to the same sum. Nor is it one where ranks
-    take a part in turn (other ranks agree at the two places), nor an operation with a root, where branches often do so.
-    """
+
+def _rows(collectives: Sequence[Collective]) -> list[list[tuple[Collective, ...]]]:
+    """For each group, what each of its ranks issued there, place by place."""
     issued: dict[tuple[int, ...], dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for collective in sorted(collectives, key=lambda c: c.sequence):
-        if collective.op in ALIKE and collective.source is not None:
+        if collective.op not in waits.PAIRWISE:
             issued[collective.group][collective.rank].append(collective)
+    return [list(zip(*(by_rank[rank] for rank in group), strict=False)) for group, by_rank in issued.items()]
+
+
+def _swapped(collectives: Sequence[Collective], depth: int) -> Mismatch | None:
+    """Two operations that rank a issues in the order A, B and rank b in the order B, A: of one group and kind, told apart by the
+    text of their lines, which may stand in two branches, and of the `depth` nearest lines that led there.
+
+    Different lines at one place alone are no sign: ranks may take different branches to the same sum, or pass lines that others
+    do not. Nor is it one where ranks take a part in turn (other ranks agree at the two places), nor an operation with a root,
+    where branches often do so. A loop over names or a conditional in one line issues both from one line: that is not seen.
+    """
     found = []
-    for group, by_rank in issued.items():
-        members = [by_rank[rank] for rank in group]
-        if len({tuple(sorted(map(_line, sequence))) for sequence in members}) > 1:
+    for rows in _rows(collectives):
+        alike = [row for row in rows if all(c.op in ALIKE and c.source for c in row)]
+        places = [(row, tuple(_lines(c, depth) for c in row)) for row in alike]
+        passed = [set(column) for column in zip(*(lines for _, lines in places), strict=True)]
+        places = [(row, lines) for row, lines in places if all(own.issuperset(lines) for own in passed)]
+        if len({tuple(sorted(column)) for column in zip(*(lines for _, lines in places), strict=True)}) > 1:
             continue  # not the same lines equally often: not an order, but other work
-        rows = list(zip(*members, strict=True))
-        while rows and len(set(map(_line, rows[0]))) == 1:
-            del rows[0]
-        if not rows:
+        places = list(itertools.dropwhile(lambda place: len(set(place[1])) == 1, places))
+        if not places:
             continue
-        here, a = rows[0], 0
-        b = next(member for member, c in enumerate(here) if _line(c) != _line(here[a]))
-        there = next(row for row in rows if _line(row[a]) == _line(here[b]))
-        back = next(row for row in rows if _line(row[b]) == _line(here[a]))
-        if _split(here) == _split(there):
-            found.append(Mismatch("source", {c.rank: c for c in here}, {group[a]: there[a], group[b]: back[b]}))
-    return min(found, key=lambda mismatch: min(c.start for c in mismatch.rows.values() if c is not None), default=None)
+        here, lines = places[0]
+        b = next(member for member, line in enumerate(lines) if line != lines[0])
+        there, crossed = next(place for place in places if place[1][0] == lines[b])
+        back = next(row for row, passing in places if passing[b] == lines[0])
+        if _split(lines) == _split(crossed):
+            found.append([{c.rank: _with_callers(c, depth) for c in row} for row in (here, (there[0], back[b]))])
+    first = min(found, key=lambda rows: min(c.start for c in rows[0].values()), default=None)
+    return Mismatch("source", *first) if first else None
 
 
-def _line(collective: Collective) -> str:
-    """The text of the line that issued it; where that is unknown, the line's place."""
-    return (collective.source or "").partition(": ")[2] or str(collective.source)
+def _with_callers(collective: Collective, depth: int) -> Collective:
+    return replace(collective, source=" <- ".join((str(collective.source), *collective.callers[:depth])))
 
 
-def _split(row: Sequence[Collective]) -> list[int]:
+def _lines(collective: Collective, depth: int | None) -> tuple[str, ...]:
+    """The texts of the line that issued it and of those that led there; where one is unknown, the line's place."""
+    return tuple(place.partition(": ")[2] or place for place in (str(collective.source), *collective.callers[:depth]))
+
+
+def _split(lines: tuple[tuple[str, ...], ...]) -> list[int]:
     """For each rank, the first one that is in the same line."""
-    lines = list(map(_line, row))
     return [lines.index(line) for line in lines]

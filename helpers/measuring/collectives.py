@@ -32,7 +32,7 @@ from typing import Any
 from helpers.measuring import journal
 from helpers.measuring.journal import Recorded, read
 from helpers.measuring.operators import OPERATORS, Operator, payload, tensors_of
-from helpers.measuring.sources import learner_line
+from helpers.measuring.sources import learner_lines
 
 __all__ = ["Recorded", "read", "start", "stop"]
 
@@ -85,6 +85,7 @@ class _Recorder:
         ranks = self._dist.get_process_group_ranks(self._dist.ProcessGroup.unbox(arguments[group_at]))
         peer = None if operator.peer is None else ranks[arguments[operator.peer]]
         sequence = next(self._sequence)
+        source, *callers = learner_lines(sys._getframe(1)) or [None]
         self.journal.write(
             "issue",
             sequence,
@@ -93,9 +94,10 @@ class _Recorder:
             *payload(operator, arguments),
             start,
             None,
-            learner_line(sys._getframe(1)),
+            source,
             peer,
             start if blocks else None,
+            tuple(callers),
         )
         cuda = any(tensor.is_cuda for tensor in tensors_of(arguments[0]))
         if cuda and self._cuda_zero is None:

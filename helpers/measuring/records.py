@@ -23,6 +23,7 @@ class Collective:
     source: str | None  # "cell 5, line 7: dist.all_reduce(x)"; None where no line of the learner's issued it
     peer: int | None = None  # global rank at the other end of a send or recv
     waited_from: float | None = None  # when the rank began to block on it, until `end`; None where it did not or C++ waits
+    callers: tuple[str, ...] = ()  # the nearest lines of the learner's that led to `source`, as it is written, innermost first
 
 
 @dataclass(frozen=True)

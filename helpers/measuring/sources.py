@@ -14,6 +14,8 @@ _LIBRARY_FOLDERS = tuple(
     for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), Path(__file__).parents[1])
     for folder in (path, Path(path).resolve())  # code names its file as it was found, through links or not
 )
+_OWN_FOLDERS = _LIBRARY_FOLDERS[-2:]  # of `helpers`
+_FRAMES = 6  # from the innermost of the learner's outward, that are looked at for its callers
 _LONGEST_LINE = 120  # characters of source text that are kept
 
 
@@ -43,10 +45,19 @@ def _describe_place(code: CodeType, line: int) -> str:
     return describe_line(code.co_filename, line)
 
 
-def learner_line(frame: FrameType | None) -> str | None:
-    """Return the description of the innermost learner's line at or outside `frame`; None where there is none."""
-    while frame is not None:
-        if is_learner_file(frame.f_code.co_filename):
-            return _describe_place(frame.f_code, frame.f_lineno)
+def learner_lines(frame: FrameType | None) -> list[str]:
+    """Return the descriptions of the learner's lines at or outside `frame`: the innermost, where there is one, then its callers.
+
+    To cost little, callers are sought in a few frames only, and not beyond one of `helpers`.
+    """
+    found: list[str] = []
+    left = _FRAMES
+    while frame is not None and left:
+        filename = frame.f_code.co_filename
+        if is_learner_file(filename):
+            found.append(_describe_place(frame.f_code, frame.f_lineno))
+        elif found and filename.startswith(_OWN_FOLDERS):
+            break
+        left -= bool(found)
         frame = frame.f_back
-    return None
+    return found
