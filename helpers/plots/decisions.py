@@ -6,8 +6,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.patches import FancyBboxPatch
-
 from helpers.plots import style
 from helpers.plots.style import Figure
 
@@ -36,29 +34,19 @@ def decisions(steps: Sequence[tuple[str, str, str]], *, end: str, title: str, fo
     top = 0.0
     for number, ((asked, heading, lines), height) in enumerate(zip(rows, heights, strict=True)):
         middle, color = top + height / 2, style.PALETTE[number % 7]
-        _box(axes, _LEFT, top, height, color)
-        _box(axes, _RIGHT, top, height, color)
-        axes.text(_LEFT[0] + _LEFT[1] / 2, middle, "\n".join(asked), ha="center", va="center", fontsize=9)
+        look = {"facecolor": f"{color}22", "edgecolor": color, "linewidth": 1.3}
+        style.box(axes, (_LEFT[0], top), _LEFT[1], height, "\n".join(asked), 9, **look)
+        style.box(axes, (_RIGHT[0], top), _RIGHT[1], height, "", 9, **look)
         axes.text(_RIGHT[0] + 0.1, top + 0.09, heading, va="top", fontsize=9, fontweight="bold")
         axes.text(_RIGHT[0] + 0.1, top + 0.09 + _HEAD, "\n".join(lines), va="top", fontsize=8, linespacing=1.35)
         _arrow(axes, (_LEFT[1], middle), (_RIGHT[0], middle), "no", (0, -0.09))
         _arrow(axes, (_LEFT[1] / 2, top + height), (_LEFT[1] / 2, top + height + gap), "yes", (0.2, 0.05))
         top += height + gap
-    _box(axes, _LEFT, top, last, style.GREY)
-    axes.text(_LEFT[1] / 2, top + last / 2, end, ha="center", va="center", fontsize=9)
+    grey = {"facecolor": f"{style.GREY}22", "edgecolor": style.GREY, "linewidth": 1.3}
+    style.box(axes, (_LEFT[0], top), _LEFT[1], last, end, 9, **grey)
     axes.set(xlim=(-0.1, _RIGHT[0] + _RIGHT[1] + 0.1), ylim=(total + 0.05, -0.08), yticks=[])
     style.boxes_only(axes)
     return figure
-
-
-def _box(axes: Any, column: tuple[float, float], top: float, height: float, color: str) -> None:
-    look: dict[str, Any] = {
-        "boxstyle": "round,pad=0,rounding_size=0.08",
-        "facecolor": f"{color}22",
-        "edgecolor": color,
-        "linewidth": 1.3,
-    }
-    axes.add_patch(FancyBboxPatch((column[0], top), column[1], height, **look))
 
 
 def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], word: str, beside: tuple[float, float]) -> None:
