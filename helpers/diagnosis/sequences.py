@@ -116,13 +116,14 @@ def _swapped(collectives: Sequence[Collective], depth: int) -> Mismatch | None:
         there, crossed = next(place for place in places if place[1][0] == lines[b])
         back = next(row for row, passing in places if passing[b] == lines[0])
         if _split(lines) == _split(crossed):
-            found.append([{c.rank: _with_callers(c, depth) for c in row} for row in (here, (there[0], back[b]))])
-    first = min(found, key=lambda rows: min(c.start for c in rows[0].values()), default=None)
-    return Mismatch("source", *first) if first else None
+            found.append(
+                (min(c.start for c in here), Mismatch("source", _shown(here, depth), _shown((there[0], back[b]), depth)))
+            )
+    return min(found, key=lambda each: each[0])[1] if found else None
 
 
-def _with_callers(collective: Collective, depth: int) -> Collective:
-    return replace(collective, source=" <- ".join((str(collective.source), *collective.callers[:depth])))
+def _shown(issued: Sequence[Collective], depth: int) -> waits.Row:
+    return {c.rank: replace(c, source=" <- ".join((str(c.source), *c.callers[:depth]))) for c in issued}
 
 
 def _lines(collective: Collective, depth: int | None) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ class _Recorder:
         ranks = self._dist.get_process_group_ranks(self._dist.ProcessGroup.unbox(arguments[group_at]))
         peer = None if operator.peer is None else ranks[arguments[operator.peer]]
         sequence = next(self._sequence)
-        source, *callers = learner_lines(sys._getframe(1)) or [None]
+        lines = learner_lines(sys._getframe(1))
         self.journal.write(
             "issue",
             sequence,
@@ -94,10 +94,10 @@ class _Recorder:
             *payload(operator, arguments),
             start,
             None,
-            source,
+            lines[0] if lines else None,
             peer,
             start if blocks else None,
-            tuple(callers),
+            tuple(lines[1:]),
         )
         cuda = any(tensor.is_cuda for tensor in tensors_of(arguments[0]))
         if cuda and self._cuda_zero is None:
