@@ -33,6 +33,16 @@ def test_median_errors_are_within_their_limits(found):
     assert scores["KV cache"][2] <= 0.02
 
 
+def test_errors_are_told_by_kind_and_source(found):
+    by_source = predict_report.scores_by_source(found)
+    assert {kind for kind, _ in by_source} == set(predict_report.scores(found))
+    for kind, (rows, _, largest) in predict_report.scores(found).items():
+        own = [each for (name, _), each in by_source.items() if name == kind]
+        assert (sum(count for count, _, _ in own), max(most for _, _, most in own)) == (rows, largest)
+    errors = [abs(line.error) for line in found if line.group == "decode" and line.id.startswith("GF-")]
+    assert by_source["decode", "GF"] == (len(errors), statistics.median(errors), max(errors))
+
+
 def test_misses_of_memory_have_a_reason(found):
     for line in found:
         if line.kind in ("memory", "kvcache") and line.group and line.error is not None:
@@ -76,5 +86,7 @@ def test_the_report_prints_every_row_and_is_the_same_each_time(found, capsys, tm
     assert all(row["id"] in printed for row in published.rows())
     page = json.loads((tmp_path / "predict_report.json").read_text())
     assert len(page["lines"]) == len(found)
+    for each in page["scores_by_source"]:
+        assert f"{each['kind']:<20}{each['source']:<6}{each['rows']:>4}{each['median']:>9.1%}" in printed
     assert page == json.loads((predict_report.RECORDED / "predict_report.json").read_text()), "run make predict-report"
     assert (tmp_path / "predict_report.png").read_bytes() == predict_report.figure(found).png()

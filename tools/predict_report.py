@@ -58,6 +58,13 @@ def scores(found: Sequence[Line]) -> dict[str, tuple[int, float, float]]:
     return {name: (len(errors), statistics.median(errors), max(errors)) for name, errors in groups.items()}
 
 
+def scores_by_source(found: Sequence[Line]) -> dict[tuple[str, str], tuple[int, float, float]]:
+    """Return the same for each scored group's rows of one source, by group and the source's short name."""
+    sources = dict.fromkeys(published.source_of(line.id) for line in found)
+    own = {source: scores([line for line in found if published.source_of(line.id) == source]) for source in sources}
+    return {(name, source): own[source][name] for name in scores(found) for source in sources if name in own[source]}
+
+
 def orders(found: Sequence[Line]) -> list[dict[str, Any]]:
     """Return for each group of layouts of one model on the same GPUs: Spearman's correlation and the place of the published best.
 
@@ -159,7 +166,7 @@ def table(found: Sequence[Line]) -> str:
 
 
 def as_json(found: Sequence[Line]) -> dict[str, Any]:
-    """Return rows, scores and orders with six digits, for the notebook that shows them."""
+    """Return rows, scores (of each kind; of each kind and source) and orders with six digits, for the notebook that shows them."""
     rows = {row["id"]: row for row in published.rows()}
     told = []
     for line in found:
@@ -170,10 +177,14 @@ def as_json(found: Sequence[Line]) -> dict[str, Any]:
         name: {"rows": count, "median": _rounded(median), "largest": _rounded(largest), "limit": LIMITS.get(name)}
         for name, (count, median, largest) in scores(found).items()
     }
+    of_source = [
+        {"kind": name, "source": source, "rows": count, "median": _rounded(median), "largest": _rounded(largest)}
+        for (name, source), (count, median, largest) in scores_by_source(found).items()
+    ]
     ordered = [
         {key: _rounded(value) if isinstance(value, float) else value for key, value in each.items()} for each in orders(found)
     ]
-    return {"lines": told, "scores": limited, "orders": ordered}
+    return {"lines": told, "scores": limited, "scores_by_source": of_source, "orders": ordered}
 
 
 def _rounded(value: float | None) -> float | None:
@@ -187,6 +198,9 @@ def main(folder: Path = RECORDED) -> None:
     for name, (count, median, largest) in scores(found).items():
         limit = f"{LIMITS[name]:.0%}" if name in LIMITS else ""
         print(f"{name:<20}{count:>4}{median:>9.1%}{largest:>9.1%}{limit:>7}")
+    print("\nScores by source: rows, median and largest absolute error")
+    for (name, source), (count, median, largest) in scores_by_source(found).items():
+        print(f"{name:<20}{source:<6}{count:>4}{median:>9.1%}{largest:>9.1%}")
     print("\nOrder of layouts: layouts, Spearman's correlation with ties under 5 % and without, place of the published best")
     for each in orders(found):
         shares = f"{each['spearman']:>8.2f}{each['spearman_exact']:>8.2f}"
