@@ -39,17 +39,15 @@ class Gpu:
     name: str
     uuid: str
     memory: int | None
-    capability: tuple[int, int]  # compute capability: (9, 0) for an H100
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of one job run, and why, in one line for the learner."""
+    """Where the ranks of one job run."""
 
     device: str  # "cpu" or "cuda"
     backend: str  # "gloo" or "nccl"
     oversubscribed: bool  # more CPU ranks than cores: times are not those of a machine with enough of them
-    reason: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,20 +136,17 @@ def placement(ranks: int, backend: str | None = None) -> Placement:
         raise ValueError(
             f'backend is {backend!r}; it must be "gloo" (CPU ranks), "nccl" (one GPU per rank) or None (chosen for you)'
         )
-    seen, room = gpus(), cores()
+    seen = gpus()
     usable = len(seen) if torch_cuda() else 0
     short = "" if usable >= ranks else _why_no_gpu(seen, usable)
     if not short and backend != "gloo":
-        return Placement("cuda", "nccl", False, f"{_count(ranks, 'rank')} on {_count(ranks, 'GPU')} of {usable}, nccl")
+        return Placement("cuda", "nccl", False)
     if backend == "nccl":
         right = f'ranks={usable} or fewer, or backend="gloo"' if usable else 'backend="gloo" (CPU ranks), or no backend at all'
         raise ValueError(
             f'backend="nccl" needs one GPU per rank: {_count(ranks, "rank")} asked for, but {short}. Right: {right}.'
         )
-    reason = f"{_count(ranks, 'rank')} on {_count(room, 'core')}, gloo"
-    reason += f" ({short or 'gloo was asked for'})" if seen else ""
-    reason += "; timings oversubscribed" if ranks > room else ""
-    return Placement("cpu", "gloo", ranks > room, reason)
+    return Placement("cpu", "gloo", ranks > cores())
 
 
 def device() -> torch.device:
@@ -251,8 +246,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         total = nvml.nvmlDeviceGetMemoryInfo(handle).total
     except nvml.NVMLError:
         total = None
-    capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
-    return Gpu(index, nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle), total, capability)
+    return Gpu(index, nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle), total)
 
 
 def _link(nvml: Any, a: Any, b: Any) -> str:

@@ -15,7 +15,7 @@ from notebook_files import named_or_all, read
 from helpers import machine, recorded
 
 ROOT = Path(__file__).resolve().parents[1]
-GPU = machine.Gpu(0, "a made-up GPU", "GPU-0", 2**34, (9, 0))
+GPU = machine.Gpu(0, "a made-up GPU", "GPU-0", 2**34)
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,6 @@ def imitate_driver(monkeypatch, gpus=2, nvlink=True, installed=True, memory=80 *
         nvmlDeviceGetUUID=lambda handle: uuids[handle] if isinstance(handle, int) else handle,
         nvmlDeviceGetName=lambda handle: "NVIDIA H200",
         nvmlDeviceGetMemoryInfo=memory_info,
-        nvmlDeviceGetCudaComputeCapability=lambda handle: (9, 0),
         nvmlDeviceGetP2PStatus=lambda a, b, capability: 0 if nvlink else 5,
         nvmlDeviceGetTopologyCommonAncestor=lambda a, b: 50,
     )
@@ -123,7 +122,7 @@ def test_gpus_are_read_once_and_the_driver_is_let_go(monkeypatch):
     calls = imitate_driver(monkeypatch)
     assert machine.gpus() == machine.gpus()
     assert [gpu.index for gpu in machine.gpus()] == [0, 1]
-    assert machine.gpus()[0] == machine.Gpu(0, "NVIDIA H200", "GPU-00aa-bb", 80 * GIB, (9, 0))
+    assert machine.gpus()[0] == machine.Gpu(0, "NVIDIA H200", "GPU-00aa-bb", 80 * GIB)
     assert calls == ["init", "shutdown"]
 
 
@@ -183,9 +182,7 @@ def test_more_ranks_than_cores_are_flagged_on_the_cpu_only(monkeypatch, cuda_bui
     imitate_driver(monkeypatch, gpus=4)
     assert not machine.placement(4).oversubscribed
     assert not machine.placement(2, "gloo").oversubscribed
-    crowded = machine.placement(8)
-    assert crowded.oversubscribed
-    assert crowded.reason == "8 ranks on 2 cores, gloo (this machine has 4 GPUs); timings oversubscribed"
+    assert machine.placement(8).oversubscribed
 
 
 def test_nccl_without_enough_gpus_says_what_is_right(monkeypatch, cuda_build):
@@ -204,7 +201,6 @@ def test_a_cpu_build_of_torch_leaves_the_gpus_idle(monkeypatch):
     imitate_driver(monkeypatch, gpus=2)
     monkeypatch.setattr(machine, "torch_cuda", lambda: None)
     assert machine.placement(2).device == "cpu"
-    assert "CPU build" in machine.placement(2).reason
     assert "the GPU is idle" in machine.describe().rung
     with pytest.raises(ValueError, match="the installed torch is a CPU build"):
         machine.placement(2, "nccl")
@@ -220,8 +216,7 @@ def test_a_wrong_number_of_ranks_is_named(ranks, error):
 
 
 def test_a_whole_number_of_numpy_is_one():
-    chosen = machine.placement(numpy.int64(2), "gloo")
-    assert chosen.reason.startswith("2 ranks on")
+    assert machine.placement(numpy.int64(2), "gloo").backend == "gloo"
 
 
 def test_an_unknown_backend_is_named():

@@ -18,7 +18,7 @@ from helpers import machine, preflight
 from helpers.preflight import Check
 
 MIB, GIB = 2**20, 2**30
-H200 = machine.Gpu(0, "NVIDIA H200", "GPU-1", 139 * GIB, (9, 0))
+H200 = machine.Gpu(0, "NVIDIA H200", "GPU-1", 139 * GIB)
 
 
 def state_and_meaning(check: Check) -> tuple[str, str]:

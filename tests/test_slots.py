@@ -270,7 +270,7 @@ def test_what_others_write_is_shown_harmlessly(folder, interrupted):
 
 
 def test_the_slot_decides_which_gpu_a_rank_gets(monkeypatch, interrupted):
-    gpus = tuple(machine.Gpu(index, "made up", f"GPU-{index}", 2**30, (9, 0)) for index in range(2))
+    gpus = tuple(machine.Gpu(index, "made up", f"GPU-{index}", 2**30) for index in range(2))
     monkeypatch.setattr(machine, "gpus", lambda: gpus)
     monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr("helpers.launching.engine._Workplace.engine", lambda self, environment: None)
