@@ -92,6 +92,45 @@ def test_a_moved_checkout_is_installed_anew(project, monkeypatch):
     assert steps_of(project, "dev") == ["install dev"]
 
 
+@pytest.fixture
+def shared(project, monkeypatch):
+    """The project as a second checkout sees it that shares its environment, which lies outside of both."""
+    first, second = project.folder.parent / "first", project.folder.parent / "second"
+    for checkout in (first, second):
+        (checkout / "helpers").mkdir(parents=True)
+        shutil.copy(project.folder.parent / "pyproject.toml", checkout)
+    monkeypatch.setattr(set_up, "ROOT", first)
+    steps_of(project, "dev")
+    monkeypatch.setattr(set_up, "ROOT", second)
+    return project
+
+
+def test_an_environment_that_another_checkout_shares_is_used_as_it_is(shared, capsys):
+    stamp = (shared.folder / "set-up.json").read_text()
+    assert steps_of(shared, "dev") == []
+    assert (shared.folder / "set-up.json").read_text() == stamp
+    assert f"`helpers` come from {set_up.ROOT.parent / 'first'}" in capsys.readouterr().out
+
+
+def test_an_environment_that_another_checkout_shares_is_never_changed(shared):
+    with pytest.raises(set_up.Stop, match=r"made from .*first, has other versions or packages than .*second asks for"):
+        steps_of(shared, "bench")
+    with open(set_up.ROOT / "pyproject.toml", "a") as file:
+        file.write("# newer\n")
+    with pytest.raises(set_up.Stop, match="run this command there first"):
+        steps_of(shared, "dev")
+    (shared.folder / "bin" / "python").unlink()
+    with pytest.raises(set_up.Stop, match="has no Python that runs here"):
+        steps_of(shared, "dev")
+    assert shared.steps == []
+
+
+def test_an_environment_whose_checkout_is_gone_is_installed_anew(shared):
+    shutil.rmtree(set_up.ROOT.parent / "first")
+    assert steps_of(shared, "dev") == ["install dev"]
+    assert steps_of(shared, "dev") == []
+
+
 def test_an_interrupted_set_up_is_taken_up(project, monkeypatch, capsys):
     def interrupted(folder, extras):
         raise KeyboardInterrupt

@@ -1,7 +1,8 @@
 """Make the environment everything runs in, from nothing or from what an earlier set-up left: `python3 tools/set_up.py dev`.
 
 Runs with any Python 3.7 or newer and the standard library alone, so that it can say what is missing. Takes no time where nothing
-changed: a stamp in the environment remembers pyproject.toml, Python, the checkout and the extras that were installed.
+changed: a stamp in the environment remembers pyproject.toml, Python, the checkout and the extras that were installed. An
+environment outside this checkout that another checkout made is shared: it is used as it is, never changed from here.
 
 WORKSHOP_TORCH_INDEX, where set, is handed to pip as one more package index: PyTorch's install page names one for each build.
 vLLM is wished for rather than needed: where it has no packages or cannot be installed, a sentence says so, the rest is set up and
@@ -79,7 +80,18 @@ def set_up(venv, extras, again=False):
             extras = [extra for extra in extras if extra != "vllm"]
         extras = sorted({*extras, *before.get("extras", [])})
         left_out = before.get("without_vllm", "")
-        if before and before == stamp(venv, extras, left_out) and not (left_out and again):
+        here = stamp(venv, extras, left_out)
+        if before and before == here and not (left_out and again):
+            return
+        owner = Path(before.get("checkout", str(ROOT)))
+        if owner != ROOT and ROOT not in venv.resolve().parents and (owner / "helpers").is_dir():
+            if before != dict(here, checkout=str(owner)):
+                why = f"has other versions or packages than {ROOT} asks for" if here else "has no Python that runs here"
+                raise Stop(
+                    f"The environment {venv}, made from {owner}, {why}. "
+                    "Right: bring both to the same state and run this command there first; or leave out VENV=."
+                )
+            print(f"environment {venv}: as it is; packages and `helpers` come from {owner}", flush=True)
             return
         need_python(sys.version_info)
         need_room(venv)
