@@ -118,6 +118,12 @@ def test_the_fault_is_told_from_its_example(tmp_path, monkeypatch):
     try:
         found = diagnose(entry[1]["example"])
         assert (found.fault, found.name, found.ranks) == (entry[0], entry[1]["name"], (2,))
+        number, _, heading = found.section.partition(" · ")
+        (notebook,) = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
+        headings = [
+            line for cell in nbformat.read(notebook, 4).cells for line in cell.source.splitlines() if line.startswith("#")
+        ]
+        assert f"## {heading}" in headings
     finally:
         record.data.cache_clear()
         catalogue.faults.cache_clear()
