@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 import numpy
 
 from .bench_data_parallel import two_ranks
-from .framework import DoesNotRun, Findings, Row, at_least, benchmark, interleaved, shown
+from .framework import DoesNotRun, Findings, Row, at_least, at_most, benchmark, interleaved, shown
 
 PROMPTS = 64
 NEW_TOKENS = 32
 PERCENTILES = (50, 95, 99)
+REFUSED = {  # settings that cannot work, of each kind
+    "heads": "tensor_parallel=3",
+    "length": "max_model_len=5000",
+    "cache": "kv_cache_gib=0.001",
+    "memory": "kv_cache_gib=1e5",
+    "binding": "tensor_parallel=2, env={'VLLM_CPU_OMP_THREADS_BIND': '0'}",
+}
 
 
 @benchmark
@@ -82,3 +91,27 @@ def side_by_side(repeats: int) -> Findings:
             f"largest batch of vLLM that was seen: {batches} requests; the own server: 16 a rank",
         ],
     )
+
+
+@benchmark
+def refusals(repeats: int) -> Findings:
+    """Settings that cannot work: seconds from the start of Python to its end with the refusal, nothing imported before."""
+    from helpers import serving
+
+    if missing := serving.available():
+        return Findings([Row("refusals", (), note=missing)], [shown("vLLM runs here", False)])
+
+    def refused(settings: str) -> Callable[[], float]:
+        def ask() -> float:
+            begin = time.perf_counter()
+            code = f"from helpers import serving\nwith serving.serve('tiny-ernie', {settings}): pass"
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+            if "ValueError: vLLM would not run so:" not in done.stderr:
+                raise DoesNotRun(f"not refused: {settings}")
+            return time.perf_counter() - begin
+
+        return ask
+
+    timed = interleaved({kind: refused(settings) for kind, settings in REFUSED.items()}, repeats)
+    slowest = max(timed[kind].median if timed[kind].samples else float("inf") for kind in REFUSED)
+    return Findings(timed.rows(), [at_most("the slowest of five kinds is refused", slowest, 5, "s")])
