@@ -10,6 +10,7 @@ from helpers import predict
 from helpers.predict import Layout, Workload, collective_time, decode_latency, step_time
 from helpers.predict.computing import rate_of
 from helpers.predict.links import Link, Segment
+from helpers.predict.timing import KERNELS
 
 SHAPE = predict.architecture(
     {
@@ -150,6 +151,32 @@ def test_measured_rates_lie_between_their_sizes():
     assert rate_of(machines, "layer", 1) == 1e9
     assert rate_of(machines, "layer", 1e12) == 3e9
     assert rate_of(machines, "head", 1e12) == 5e9
+
+
+def test_the_operations_of_a_python_layer_are_those_that_transformers_starts():
+    """By the dispatcher's count for one token, of three layers less those of two; views start nothing."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers import DynamicCache, LlamaConfig, LlamaModel
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, operation, types, arguments=(), named=None):
+            self.count += not operation.is_view and operation is not torch.ops.aten._unsafe_view.default
+            return operation(*arguments, **(named or {}))
+
+    def started(layers):
+        shape = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 32}
+        config = LlamaConfig(**shape, num_hidden_layers=layers, attn_implementation="sdpa")
+        model, cache = LlamaModel(config).to(torch.bfloat16).eval(), DynamicCache(config=config)
+        with torch.no_grad():
+            model(torch.arange(8)[None], past_key_values=cache)
+            with Counter() as counter:
+                model(torch.tensor([[3]]), past_key_values=cache)
+        return counter.count
+
+    assert started(3) - started(2) == KERNELS[False]
 
 
 def test_decoding_streams_weights_and_cache():

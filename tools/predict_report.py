@@ -166,7 +166,7 @@ def table(found: Sequence[Line]) -> str:
 
 
 def as_json(found: Sequence[Line]) -> dict[str, Any]:
-    """Return rows, scores (of each kind; of each kind and source) and orders with six digits, for the notebook that shows them."""
+    """Return rows, scores (by kind, by kind and source) and orders with six digits, for the notebook that shows them."""
     rows = {row["id"]: row for row in published.rows()}
     told = []
     for line in found:

@@ -33,7 +33,10 @@ from helpers.predict.step import Exchange, step_traffic
 
 __all__ = ["StepTime", "decode_latency", "step_time", "tokens_per_second"]
 
-KERNELS = {True: 10, False: 40}  # a layer starts in a forward pass: fused or compiled code; Python expressions
+# What a layer starts for one token. Compiled: 5 matrix products (one for queries, keys and values), attention, and 4 kernels of
+# torch.compile (norm; rotation and cache; sum and norm; gate), counted in what torch 2.13 makes of a Llama layer on a CPU. Python
+# expressions: the operations of transformers 5.19's Llama layer that compute, in BF16 (tests/test_timing.py counts them).
+KERNELS = {True: 10, False: 40}
 
 
 @dataclass(frozen=True)
