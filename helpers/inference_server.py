@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**20  # of a request
 LINGER = 1.0  # seconds in which a server that ends still answers, with 503
-DRAIN = 20.0  # seconds for what it has accepted; torchrun kills its ranks 30 seconds after the signal
+DRAIN = 20  # seconds for what it has accepted; torchrun kills its ranks 30 seconds after the signal
 LONG = datetime.timedelta(days=365)  # a replica may wait so long for work
 log = logging.getLogger("inference_server")
 
@@ -161,8 +161,10 @@ def _check_job(job: Job, max_length: int, vocabulary: int) -> None:
         )
 
 
-async def serve(replicas: Sequence[Replica], options: argparse.Namespace, tokenizer: Any, max_length: int, ends: set[int]) -> int:
-    """Answer requests until SIGTERM, SIGINT or the loss of a replica; the exit code."""
+async def serve(
+    replicas: Sequence[Replica], options: argparse.Namespace, tokenizer: Any, max_length: int, ends: set[int], drain: int = DRAIN
+) -> int:
+    """Answer requests until SIGTERM, SIGINT or the loss of a replica, and `drain` seconds what was accepted; the exit code."""
     batcher = Batcher(replicas, batch_size=options.batch_size, max_wait=options.max_wait, bound=options.queue)
     app = application(batcher, tokenizer, options.served_model_name, max_length=max_length, ends=ends)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=options.port, log_level="warning", access_log=False))
@@ -174,7 +176,7 @@ async def serve(replicas: Sequence[Replica], options: argparse.Namespace, tokeni
         await batcher.ended.wait()
         await asyncio.sleep(LINGER)
         server.should_exit = True
-        await asyncio.sleep(DRAIN)
+        await asyncio.sleep(drain)
         batcher.refuse("the server is ending, and time was up before this request had its turn")
 
     ending = asyncio.create_task(end())

@@ -1,6 +1,9 @@
 """The inference server: its HTTP side in this process, then real ranks under torchrun with the article's flags."""
 
 import asyncio
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +16,7 @@ from launch_support import running, wait_until
 
 from helpers import data_parallel, models
 from helpers.batching import Batcher
-from helpers.inference_server import MOST_BYTES, application
+from helpers.inference_server import MOST_BYTES, application, parse, serve
 from helpers.load_generator import send
 from helpers.server_process import free_port, started
 
@@ -117,6 +120,50 @@ def test_what_is_not_answered_is_refused_with_a_reason(request_, status, reason)
     assert after == 200
 
 
+def test_what_still_waits_when_time_is_up_is_refused_and_what_is_computed_is_answered():
+    computing, go_on = threading.Event(), threading.Event()
+
+    def slow(jobs):
+        computing.set()
+        assert go_on.wait(60)
+        return [job.tokens for job in jobs]
+
+    async def work():
+        port = free_port()
+        options = parse(["--model-name", "words", "--batch-size", "1", "--max-wait", "0", "--port", str(port)])
+        serving = asyncio.create_task(serve([slow], options, Words(), 20, {2}, drain=0))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+
+            async def asked(prompt):
+                answer = await client.post("/v1/completions", json={"model": "words", "prompt": prompt, "max_tokens": 1})
+                return answer.status_code, answer.json()
+
+            async def accepted(count):
+                with contextlib.suppress(httpx.ConnectError):
+                    return (await client.get("/health")).json()["accepted"] == count
+
+            async def reached(count):
+                while not await accepted(count):
+                    assert not serving.done(), serving
+                    await asyncio.sleep(0.01)
+
+            await reached(0)
+            first = asyncio.create_task(asked("3"))
+            await asyncio.to_thread(computing.wait, 60)
+            second = asyncio.create_task(asked("4"))
+            await reached(2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            refused = await second
+            go_on.set()
+            return await first, refused, await serving
+
+    (status, page), (refused, reason), code = asyncio.run(asyncio.wait_for(work(), 120))
+    assert (status, page["choices"][0]["text"]) == (200, "3")
+    assert refused == 503
+    assert reason["error"]["message"] == "the server is ending, and time was up before this request had its turn"
+    assert code == 0
+
+
 @pytest.fixture(scope="module")
 def expected():
     """Prompts and the greedy texts that one process gives for them, one at a time."""
@@ -196,17 +243,25 @@ def test_four_ranks_answer_500_requests_each_with_its_own_text_and_finish_what_t
 def test_a_rank_killed_under_load_costs_503s_and_the_server_but_no_reply_is_lost_or_swapped(expected, monkeypatch):
     monkeypatch.chdir(ROOT)
     prompts, texts = (each[:80] * 3 for each in expected)
-    with serving(2, "--batch-size", "1", "--max-wait", "0") as server:  # dashes too
+    with serving(3, "--batch-size", "1", "--max-wait", "0") as server:  # dashes too
         family = ranks_of(server)
+        family[1].suspend()
+        family[2].suspend()
+        held = Sending(server, prompts[:3], texts[:3])  # one on each rank: ranks take turns
+        wait_until(lambda: health(server)["served"] == [1, 0, 0], "rank 0 has answered one; ranks 1 and 2 have one each")
         sending = Sending(server, prompts, texts)
-        wait_until(lambda: health(server)["accepted"] == 240, "all are accepted")
+        wait_until(lambda: health(server)["accepted"] == 243, "all are accepted")
         family[1].kill()
         load = sending.finished()
+        family[2].resume()  # and goes on with what it has, although rank 1 is gone
+        on_ranks = held.finished()
         code, log = server.wait(120), server.log()
     assert code != 0
+    assert on_ranks.statuses == {200: 2, 503: 1}, on_ranks
+    assert len(on_ranks.right) == 2, on_ranks
     assert set(load.statuses) == {200, 503}, load
     assert len(load.right) == load.statuses[200], load
-    assert all("rank 1 has ended" in reply.problem for reply in load.replies if reply.status == 503)
+    assert all("rank 1 has ended" in reply.problem for reply in (*load.replies, *on_ranks.replies) if reply.status == 503)
     assert "rank 0: rank 1 has ended" in log
     assert "Signal 9 (SIGKILL)" in log  # torchrun's own report
     assert not any(running(process) for process in family)
