@@ -1,6 +1,7 @@
 """`launch` in real notebook kernels: cells, interrupts at any moment, killed kernels, several at once, the live panel."""
 
 import contextlib
+import glob
 import os
 
 import pytest
@@ -54,6 +55,11 @@ def test_a_function_uses_what_other_cells_define(notebook):
     assert (reply.text, reply.error) == ("172 True\n", None)
     reply = notebook.run("LIMIT = 4\nprint(run.results[0][0].area(), launch(lambda: helper(Config(1))).results)")
     assert reply.text == "20 [6, 6]\n"
+
+
+def test_a_whole_number_of_numpy_is_a_number_of_ranks(notebook):
+    reply = notebook.run("import numpy\nprint(launch(add_up, ranks=numpy.int64(3)).results)")
+    assert (reply.text, reply.error) == ("[3.0, 3.0, 3.0]\n", None)
 
 
 def test_a_traceback_shows_the_lines_of_its_cells_and_none_of_ours(notebook):
@@ -205,6 +211,7 @@ def test_a_kernel_that_is_shut_down_leaves_nothing():
 
 
 def test_four_kernels_at_the_same_time():
+    semaphores = set(glob.glob("/dev/shm/sem.*"))
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(kernel()) for _ in range(4)]
         executions = [
@@ -213,8 +220,12 @@ def test_four_kernels_at_the_same_time():
         ]
         for notebook, execution in executions:
             assert notebook.finish(execution).text == "[0.0, 0.0]\n[2.0, 2.0]\n[4.0, 4.0]\n"
+        for notebook in opened:
+            left = [notebook.warm()]
+            wait_until(lambda notebook=notebook, left=left: descendants(notebook.pid) == left, "its ranks are gone", SOON)
     for notebook in opened:
         wait_until(lambda notebook=notebook: not folders_of(notebook.pid), "its folders are gone", SOON)
+    wait_until(lambda: set(glob.glob("/dev/shm/sem.*")) <= semaphores, "their semaphores are gone", SOON)
 
 
 # ------------------------------------------------------------------------------------------------------------ the warm process
