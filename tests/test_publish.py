@@ -93,6 +93,14 @@ def test_publishing_twice_gives_the_same_bytes(tmp_path, monkeypatch):
     assert b"Software" not in base64.b64decode(stored.cells[3].outputs[0].data["image/png"])
 
 
+@pytest.mark.slow
+def test_the_first_notebook_of_the_course_is_as_published():
+    """Real ranks, figures and widgets in it: executed again, nothing but times may differ, and these are kept."""
+    (path,) = named_or_all(["00"])
+    found = publish.publish(path, check=True)
+    assert (found.written, found.changed) == (False, [])
+
+
 def test_the_cell_that_takes_longest_is_named_first(tmp_path, capsys):
     work = "end = time.monotonic() + 0.3\nwhile time.monotonic() < end:\n    pass"
     path = notebook(tmp_path / "slow.ipynb", f'# %% id="quick"\nimport time\n\n# %% id="slow"\n{work}\n')
