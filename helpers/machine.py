@@ -7,7 +7,6 @@ The ladder of machines: ranks are processes on cores (gloo), or one process per 
 from __future__ import annotations
 
 import contextlib
-import html
 import importlib.util
 import operator
 import os
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+
+from helpers import record
 
 if TYPE_CHECKING:
     import torch
@@ -76,14 +77,10 @@ class Machine:
         return [*rows, ("backend", self.backend), ("ranks", self.rung)]
 
     def __repr__(self) -> str:
-        rows = self._rows()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return "\n".join(record.columns(self._rows()))
 
     def _repr_html_(self) -> str:
-        cell = "<td style='text-align:left'>"
-        rows = (f"<tr>{cell}<b>{html.escape(name)}</b></td>{cell}{html.escape(value)}</td></tr>" for name, value in self._rows())
-        return f"<table>{''.join(rows)}</table>"
+        return record.table(self._rows())
 
 
 def cores() -> int:

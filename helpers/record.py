@@ -66,6 +66,12 @@ def table(rows: Iterable[Sequence[str]], heads: Sequence[str] = ()) -> str:
     return f"<table>{head}{''.join(line('td', row) for row in rows)}</table>"
 
 
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table of texts, aligned left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def path() -> Path | None:
     """The file that holds the record; None where it is kept in memory only."""
     if named := os.environ.get("WORKSHOP_RECORD"):

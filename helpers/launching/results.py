@@ -13,9 +13,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from helpers import record
 from helpers.measuring.records import Collective, Region
 
 RESULT_WIDTH = 100  # characters of a result in a run's table
+_HEADS = ("rank", "time", "result")
 
 
 class _Short(reprlib.Repr):
@@ -123,10 +125,7 @@ class Run:
             yield str(rank), "did not finish" if seconds is None else f"{seconds:.3f} s", _shortly(result)
 
     def __repr__(self) -> str:
-        rows = [("rank", "time", "result"), *self._rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        lines = [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip() for row in rows]
-        return "\n".join([self._summary(), *lines])
+        return "\n".join([self._summary(), *(f"  {line}" for line in record.columns([_HEADS, *self._rows()]))])
 
     def _ipython_display_(self) -> None:
         """Nothing more in the cell whose panel shows this run already; elsewhere IPython goes on to the representations below."""
@@ -134,7 +133,4 @@ class Run:
             raise NotImplementedError
 
     def _repr_html_(self) -> str:
-        cell = "<td style='text-align:left'>"
-        head = "".join(f"<th style='text-align:left'>{title}</th>" for title in ("rank", "time", "result"))
-        body = "".join(f"<tr>{''.join(f'{cell}{html.escape(value)}</td>' for value in row)}</tr>" for row in self._rows())
-        return f"<div>{html.escape(self._summary())}<table><tr>{head}</tr>{body}</table></div>"
+        return f"<div>{html.escape(self._summary())}{record.table(self._rows(), _HEADS)}</div>"

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy
 import torch
 
-from helpers import machine, models
+from helpers import machine, models, record
 from helpers.measuring.clock import show, synchronize
 from helpers.measuring.ledger import Ledger
 from helpers.offload.placements import device_map
@@ -102,7 +102,7 @@ class Evaluation:
             ("throughput", f"{self.throughput:.3g} tokens/s"),
             *((f"peak on {device}", f"{size / 2**20:,.1f} MiB") for device, size in self.peak.items()),
         ]
-        return "\n".join(f"{name:<17} {value}" for name, value in rows)
+        return "\n".join(record.columns(rows))
 
 
 def evaluate(

@@ -144,10 +144,7 @@ class Plan:
         return rows
 
     def __repr__(self) -> str:
-        rows = self._table()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, self.explanation])
+        return "\n".join([*record.columns(self._table()), self.explanation])
 
     def _repr_html_(self) -> str:
         return f"{record.table(self._table())}<p>{html.escape(self.explanation)}</p>"
