@@ -365,13 +365,6 @@ def threads():
     return torch.get_num_threads()
 
 
-def all_threads():
-    from helpers import machine
-
-    torch.set_num_threads(machine.cores())
-    return torch.get_num_threads()
-
-
 def peaks():
     """The peak of a forward pass, as one finds it after training, and with the count begun anew."""
     from helpers.measuring import memory

@@ -1,5 +1,6 @@
 """Real jobs: each fault that a CPU can produce is named, healthy jobs raise no alarm, silent faults are found by their tool."""
 
+import os
 import re
 import subprocess
 import sys
@@ -292,9 +293,13 @@ def output_missing():
 
 
 def threads_oversubscribed():
-    threads = sum(launch(jobs.all_threads, timeout=LONG).results)
-    kept = sum(launch(jobs.threads, timeout=LONG).results)
-    return threads > machine.cores() and kept <= max(machine.cores(), 2)
+    def of_two_started_by_hand(setting):
+        command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+        return 2 * int(subprocess.check_output(command, env={**os.environ, "OMP_NUM_THREADS": str(setting)}))
+
+    most = max(2, machine.cores())
+    mended = of_two_started_by_hand(most // 2), sum(launch(jobs.threads, timeout=LONG).results)
+    return of_two_started_by_hand(most) > most and all(threads <= most for threads in mended)
 
 
 def dtype_surprise():

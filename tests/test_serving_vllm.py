@@ -13,7 +13,7 @@ import psutil
 import pytest
 from launch_support import descendants, running, wait_until
 
-from helpers import data_parallel, load_generator, models, serving
+from helpers import data_parallel, diagnose, load_generator, models, serving
 from helpers.serving import checking, deployment
 from helpers.serving import running as starting
 
@@ -210,3 +210,4 @@ def test_vllm_itself_refuses_what_is_refused_here():
     assert "max_model_len (5000) is greater than the derived max_model_len" in found[1]
     assert "max_num_batched_tokens (64) must be greater than or equal to max_num_seqs (128)" in found[2]
     assert "CPU id list ['0'] doesn't match local world size 2" in found[3]
+    assert [diagnose(line).fault for line in (found[0], found[3])] == ["heads-not-divisible", "cpu-binding"]
