@@ -21,27 +21,10 @@ __all__ = ["fields", "launch_line", "problems", "render", "templates"]
 
 TEMPLATES = record.ROOT / "data" / "templates" / "cluster"
 _FIELD = re.compile(r"\{\{(\w+)\}\}")
-_NUMBERS = (
-    "nodes", "least_nodes", "ranks_per_node", "port", "serve_port", "minutes", "seconds", "wait", "ranks", "replicas",
-    "tensor_parallel", "batch_size", "max_length", "max_num_batched_tokens",
-)  # fmt: skip
-_LABEL = (
-    r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?",
-    "a name of hosts: small letters, digits and -, at most 63, a letter first and no - last",
-)
-_RULES = {  # what a field's value must be, as text
-    **dict.fromkeys(_NUMBERS, (r"[1-9]\d*", "a whole number of at least 1")),
-    "restarts": (r"\d+", "a whole number of at least 0"),
-    "devices": (r"\d+(,\d+)*", 'numbers of GPUs with commas between them, such as "0,1"'),
-    "model_folder": (r"/[\w./@-]+", "a folder's whole path, / first and no : in it"),
-    "name": _LABEL,
-    "claim": _LABEL,
-}
 _CORES = {  # Slurm gives a task one core by default, and since 22.05 srun does not take over what sbatch was asked for
     r"^#SBATCH --(exclusive$|cpus-per-task=)": "sbatch is asked for one core a host: add --exclusive or --cpus-per-task",
     r"^srun .*--cpus-per-task|SRUN_CPUS_PER_TASK=": "srun gives torchrun one core: it needs --cpus-per-task of its own",
 }
-_WORD = (r"[\w./:@-]+", "of letters, digits and . / : @ _ - (no spaces, no quotes)")  # needs no quotes in shell and YAML
 _PROGRAMS = ("torchrun ", "vllm ")
 
 
@@ -66,10 +49,10 @@ def render(name: str, place: Path = TEMPLATES, /, **values: Any) -> str:
     if missing := [field for field in asked if field not in values]:
         raise ValueError(f"{name} also asks for {', '.join(missing)}; it takes {', '.join(asked)}")
     for field in asked:
-        pattern, what = _RULES.get(field, _WORD)
+        rule = next(rule for rule in record.data("cluster") if field in rule.get("fields", asked))
         value = values[field]
-        if not (isinstance(value, int | str) and re.fullmatch(pattern, str(value))):
-            raise ValueError(f"{field} is {value!r}; it must be {what}")
+        if not (isinstance(value, int | str) and re.fullmatch(rule["pattern"], str(value))):
+            raise ValueError(f"{field} is {value!r}; it must be {rule['must_be']}")
     return _FIELD.sub(lambda match: str(values[match[1]]), (place / name).read_text(encoding="utf-8"))
 
 
