@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 
 import nbformat
+import notebook_files
 import psutil
 import publish
 import pytest
@@ -107,6 +108,22 @@ def test_the_cell_that_takes_longest_is_named_first(tmp_path, capsys):
     (first, seconds), (second, _) = publish.publish(path).slowest
     assert (first, second) == ("slow", "quick")
     assert 0.3 <= seconds < 60
+
+
+def test_what_takes_longer_than_it_says_is_marked_and_no_failure(tmp_path, capsys, monkeypatch):
+    work = "import time\nend = time.monotonic() + 1.1\nwhile time.monotonic() < end:\n    pass"
+    brief = notebook(tmp_path / "brief.ipynb", f'# %% [markdown] id="a"\n# about 1 s of machine time\n\n# %% id="b"\n{work}\n')
+    silent = notebook(tmp_path / "silent.ipynb", '# %% id="sum"\n1 + 1\n')
+    monkeypatch.setattr(notebook_files, "PROMISED_SECONDS", 10**6)
+    monkeypatch.setattr(publish, "COURSE_SECONDS", 1)
+    assert publish.main([str(brief), str(silent)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("longer than the 1 s that its first cell says") == 1
+    assert said.count("that its first cell says") == 1
+    assert "longer than the course's 1 s" in said
+    monkeypatch.setattr(publish, "COURSE_SECONDS", 10**6)
+    assert publish.main([str(silent)]) == 0
+    assert "s  of the course's 1000000 s" in capsys.readouterr().out
 
 
 def test_check_finds_a_change_and_makes_none(tmp_path, capsys):

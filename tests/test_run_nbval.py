@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import publish
 import pytest
 import run_nbval
-from notebook_files import write
+from notebook_files import PROMISED_SECONDS, write
 from notebook_source import to_notebook
 
 EXACT = """
@@ -116,7 +116,7 @@ def test_a_promise_is_read_from_the_first_cell(tmp_path):
     write(path, to_notebook('# %% [markdown] id="opening"\n# **Time:** an hour; about 75 s of machine time on two cores.\n'))
     assert run_nbval.promised(path) == 75
     write(path, to_notebook('# %% [markdown] id="opening"\n# Nothing about time.\n'))
-    assert run_nbval.promised(path) == run_nbval.PROMISED_SECONDS
+    assert run_nbval.promised(path) == PROMISED_SECONDS
 
 
 def test_the_command_fails_for_a_finding_of_the_lint(tmp_path, monkeypatch, capfd):

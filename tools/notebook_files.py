@@ -1,6 +1,7 @@
 """Where the notebooks are, the environment they are executed in, and the one form in which they are written."""
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -11,6 +12,8 @@ from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
+PROMISE = re.compile(r"about (\d+) s of machine time")  # in the first cell, for two cores to itself
+PROMISED_SECONDS = 60  # where the first cell says nothing
 SANITIZE_RULES = ROOT / "tests" / "notebooks" / "sanitize.cfg"
 
 # What outputs would otherwise take from a person's settings. Notebooks are stored as they run on the CPU with the shipped model.
@@ -70,6 +73,12 @@ def execution_environment(scratch: Path) -> dict[str, str]:
 def read(path: Path) -> NotebookNode:
     """The notebook, validated, in the current format (version 4)."""
     return nbformat.read(path, as_version=4)
+
+
+def promised(path: Path) -> int:
+    """The seconds of machine time that a notebook's first cell names."""
+    found = PROMISE.search(read(path).cells[0].source)
+    return int(found[1]) if found else PROMISED_SECONDS
 
 
 def text_of(notebook: NotebookNode) -> str:

@@ -6,7 +6,8 @@
     python tools/publish.py --timings 03      # measure the times anew as well
 
 What a run leaves by chance is taken out (see `settle`), so that publishing twice gives the same bytes. Cells tagged `timing` keep
-their stored output for as long as their own source is unchanged. A notebook in which a cell fails is not written.
+their stored output for as long as their own source is unchanged. A notebook in which a cell fails is not written. What takes
+longer than a notebook's first cell says, or than the course may take, is marked; no time is a failure, for machines differ.
 """
 
 import argparse
@@ -31,9 +32,10 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 from nbval.plugin import get_sanitize_patterns
-from notebook_files import SANITIZE_RULES, execution_environment, named_or_all, read, shown, text_of, write
+from notebook_files import SANITIZE_RULES, execution_environment, named_or_all, promised, read, shown, text_of, write
 
 CELL_SECONDS = 300  # a start of vLLM takes half a minute on cores to itself, and more beside other work
+COURSE_SECONDS = 900  # of machine time that all notebooks together may take, on two cores to themselves
 KEPT_NOTEBOOK_METADATA = ("kernelspec", "language_info")
 DROPPED_CELL_METADATA = ("execution", "ExecuteTime", "collapsed", "scrolled", "trusted", "outputId")
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -292,8 +294,10 @@ def main(arguments: list[str] | None = None) -> int:
         verb = "would change" if options.check else "written"
         what = f"{verb}: {', '.join(done.changed) or 'layout only'}" if done.written else "unchanged"
         print(f"{shown(path):44} {done.seconds:6.1f} s  {what}")
+        if done.seconds > (promise := promised(path)):
+            print(f"{'':4}longer than the {promise} s that its first cell says")
         print(f"{'':4}slowest cells: {', '.join(f'{id} {seconds:.1f} s' for id, seconds in done.slowest)}", flush=True)
-    print(f"{'in all':44} {total:6.1f} s")
+    print(f"{'in all':44} {total:6.1f} s  {'longer than' if total > COURSE_SECONDS else 'of'} the course's {COURSE_SECONDS} s")
     return 1 if bad else 0
 
 

@@ -10,7 +10,6 @@ time that its first cell promises is marked; no time is a failure.
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,11 +19,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import lint_notebooks
-from notebook_files import ROOT, SANITIZE_RULES, execution_environment, named_or_all, read
+from notebook_files import ROOT, SANITIZE_RULES, execution_environment, named_or_all, promised, read
 from publish import CELL_SECONDS
 
-PROMISE = re.compile(r"about (\d+) s of machine time")  # in the first cell, for two cores to itself
-PROMISED_SECONDS = 60  # where the first cell says nothing
 SLOWEST_CELLS = 5
 CELL_NUMBERS = """
 [number of a cell, which is 1 for every cell that nbval executes]
@@ -64,12 +61,6 @@ def cell_times(report: Path) -> dict[str, dict[str, float]]:
     for case in ElementTree.parse(report).iter("testcase"):
         times[case.attrib["classname"]][case.attrib["name"]] = float(case.attrib["time"])
     return times
-
-
-def promised(path: Path) -> int:
-    """The seconds of machine time that a notebook's first cell names."""
-    found = PROMISE.search(read(path).cells[0].source)
-    return int(found[1]) if found else PROMISED_SECONDS
 
 
 def summary(times: Mapping[str, Mapping[str, float]], promises: Mapping[str, int]) -> str:
