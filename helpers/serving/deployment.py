@@ -34,10 +34,8 @@ _PARSE = (  # vLLM's own parser, in a process of its own: importing it takes lon
     "make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])"
 )
 _NEEDED = ("Unit Description", "Service ExecStart", "Service User", "Service WorkingDirectory", "Install WantedBy")
-_DOCKER = (  # options of `docker run` that the templates use
-    *("--rm", "--init", "--name", "--gpus", "--ipc", "--network", "--volume", "--env", "--health-cmd", "--health-start-period"),
-    *("--stop-timeout", "--entrypoint"),
-)
+# options of `docker run` that the templates use
+_DOCKER = "--(rm|init|name|gpus|ipc|network|volume|env|health-cmd|health-start-period|stop-timeout|entrypoint)"
 _ELSEWHERE = ("is not executable", "Failed to resolve user", "Unit checked.service")  # true of the machine it is for
 
 
@@ -108,7 +106,9 @@ def _container(words: list[str]) -> list[str]:
     """What is wrong with docker's options, which end where the server's (-m) begin; the model must lie in the container."""
     end = [*words, "-m"].index("-m")
     options, arguments = words[:end], words[end:]
-    found = [f"no option of docker's here: {word}" for word in options if word.startswith("-") and word not in _DOCKER]
+    found = [
+        f"no option of docker's here: {word}" for word in options if word.startswith("-") and not re.fullmatch(_DOCKER, word)
+    ]
     for given in (value for option, value in itertools.pairwise(options) if option == "--volume"):
         here, _, there = given.removesuffix(":ro").partition(":")
         if not here.startswith("/") or not re.fullmatch("/[^:]+", there):
