@@ -255,6 +255,14 @@ def swapped():
     return a[0].item()
 
 
+def swapped_branches():
+    first, here = dist.get_rank() == 0, torch.full((8,), 1.0)
+    there = 10 * here
+    dist.all_reduce(here) if first else dist.all_reduce(there)
+    dist.all_reduce(there) if first else dist.all_reduce(here)
+    return here[0].item()
+
+
 def total(x):
     dist.all_reduce(x)
 

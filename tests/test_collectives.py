@@ -336,9 +336,8 @@ def test_a_pipeline_sends_activations_forward_and_gradients_back():
         records = in_step(run, rank)
         assert {c.peer for c in records} == {1 - rank}
         assert all(c.start <= c.waited_from <= c.end for c in records)
-        assert {c.source.partition(": ")[2] for c in records} == {
-            "schedule.step(batch) if rank == 0 else schedule.step(target=batch)"
-        }
+        branch = "schedule.step(target=batch)" if rank else "schedule.step(batch)"
+        assert {c.source.partition(": ")[2] for c in records} == {branch}
     sent = {rank: [c for c in in_step(run, rank) if c.op == "send"] for rank in range(2)}
     received = {rank: [c for c in in_step(run, rank) if c.op == "recv"] for rank in range(2)}
     for rank in range(2):  # nothing arrives before it was sent
@@ -600,6 +599,8 @@ def test_the_innermost_line_of_the_learner_is_named_and_who_called_it():
     assert sources.learner_lines(None) == []
     found = library()(ask)()  # a decorated function: a library's frame lies between
     assert texts(found) == ["return sources.learner_lines(sys._getframe())", "found = library()(ask)()"]
+    found = ask() if found else []  # two branches: the call alone
+    assert texts(found)[1:] == ["ask()"]
     found.clear()
     clock.measure(lambda: found.append(ask()), repeats=1)
     assert texts(found[-1])[1:] == ["clock.measure(lambda: found.append(ask()), repeats=1)"], "and none that lies outside helpers"

@@ -56,6 +56,7 @@ REAL = {  # case -> the fault to be named, the ranks to be blamed (None: not tol
     "only slow": (None, None, jobs.only_slow, {"timeout": HANG}),
     "all receive first": ("send-recv-cycle", None, jobs.receive_cycle, {"timeout": HANG}),
     "swapped order": ("swapped-order", None, jobs.swapped, {}),
+    "swapped order of branches": ("swapped-order", None, jobs.swapped_branches, {}),
     "swapped order of calls": ("swapped-order", None, jobs.swapped_calls, {}),
     "new_group on one rank": ("group-lists-differ", (0,), jobs.group_on_one_rank, {"ranks": 3, "timeout": HANG}),
     "mesh too large": ("degrees-do-not-multiply", None, jobs.mesh_too_large, {}),

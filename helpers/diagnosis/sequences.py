@@ -98,7 +98,7 @@ def _swapped(collectives: Sequence[Collective], depth: int) -> Mismatch | None:
 
     Different lines at one place alone are no sign: ranks may take different branches to the same sum, or pass lines that others
     do not. Nor is it one where ranks take a part in turn (other ranks agree at the two places), nor an operation with a root,
-    where branches often do so. A loop over names or a conditional in one line issues both from one line: that is not seen.
+    where branches often do so. A loop over names issues both from one line: that is not seen.
     """
     found = []
     for rows in _rows(collectives):

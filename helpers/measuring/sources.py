@@ -1,5 +1,6 @@
 """Names the learner's line behind a call. Needs no torch: ranks and the kernel both use it."""
 
+import itertools
 import linecache
 import os
 import sysconfig
@@ -41,8 +42,14 @@ def is_learner_file(filename: str) -> bool:
 
 
 @cache
-def _describe_place(code: CodeType, line: int) -> str:
-    return describe_line(code.co_filename, line)
+def _describe_place(code: CodeType, line: int, instruction: int) -> str:
+    """Describe the line; of one with two branches or statements, only the call that `instruction` makes."""
+    described = describe_line(code.co_filename, line)
+    if " else " in described or "; " in described:
+        first, last, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
+        if first == last and (call := linecache.getline(code.co_filename, line).encode()[start:end].decode()):
+            return f"{described.partition(': ')[0]}: {call}"
+    return described
 
 
 def learner_lines(frame: FrameType | None) -> list[str]:
@@ -55,7 +62,7 @@ def learner_lines(frame: FrameType | None) -> list[str]:
     while frame is not None and left:
         filename = frame.f_code.co_filename
         if is_learner_file(filename):
-            found.append(_describe_place(frame.f_code, frame.f_lineno))
+            found.append(_describe_place(frame.f_code, frame.f_lineno, frame.f_lasti))
         elif found and filename.startswith(_OWN_FOLDERS):
             break
         left -= bool(found)
