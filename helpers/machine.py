@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import operator
+import numbers
 import os
 import platform
 import re
@@ -123,10 +123,8 @@ def placement(ranks: int, backend: str | None = None) -> Placement:
     Raises TypeError or ValueError for a number of ranks that is no whole number of at least 1, an unknown backend, or
     `backend="nccl"` without a GPU for every rank.
     """
-    try:
-        ranks = operator.index(None if isinstance(ranks, bool) else ranks)  # type: ignore[arg-type]  # numpy's numbers too
-    except TypeError:
-        raise TypeError(f"ranks is {ranks!r}; it must be a whole number of at least 1") from None
+    if isinstance(ranks, bool) or not isinstance(ranks, numbers.Integral):  # as numpy's whole numbers are
+        raise TypeError(f"ranks is {ranks!r}; it must be a whole number of at least 1")
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; a job needs at least 1")
     if backend not in (None, "gloo", "nccl"):
