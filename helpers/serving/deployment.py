@@ -106,7 +106,7 @@ def _container(words: list[str]) -> list[str]:
     """What is wrong with docker's options, which end where the server's (-m) begin; the model must lie in the container."""
     end = [*words, "-m"].index("-m")
     options, arguments = words[:end], words[end:]
-    found = [f"no option of docker's here: {each}" for each in options if each[0] == "-" and not re.fullmatch(_DOCKER, each)]
+    found = [f"no option of docker's here: {each}" for each in options if each[:1] == "-" and not re.fullmatch(_DOCKER, each)]
     for given in (value for option, value in itertools.pairwise(options) if option == "--volume"):
         here, _, there = given.removesuffix(":ro").partition(":")
         if not here.startswith("/") or not re.fullmatch("/[^:]+", there):
