@@ -1,8 +1,9 @@
-"""Placements: ranges, twenty bad maps with a message each, what happens without the check; every template runs; evaluation."""
+"""Placements: ranges, bad maps and their messages, what happens without the check; every template runs; evaluation."""
 
 import contextlib
 import io
 import logging
+import sys
 from itertools import pairwise
 
 import pytest
@@ -68,7 +69,11 @@ BAD = {  # name -> (map, the key it is about, what the message must say of it, t
     "tie on the disk": (changed(HEAD | EMBEDDING, **{"model.embed_tokens": "disk", "lm_head": "disk"}), "model.embed_tokens",
                         "under one of the names", "both on a device"),
     "only the disk": ({"": "disk"}, "all", "is on the disk", "the norm"),
-    "no such GPU": (changed(HEAD, lm_head=99), "lm_head", "GPU 99 is not on this machine", ""),
+    "no such GPU": (changed(HEAD, lm_head=99), "lm_head", "GPU 99 is not on this machine",
+                    "0 to" if FAST == 0 else "no GPU here"),
+    "a list as tier": (changed(HEAD, lm_head=["cpu"]), "lm_head", "['cpu'] is no tier", '"cpu"'),
+    "far beyond the last": (changed(LAYERS, **{"model.layers.9-12": FAST}), "model.layers.9-12", "goes beyond the last",
+                            "model.layers.0-3"),
     "no tier": (changed(HEAD, lm_head="gpu"), "lm_head", "'gpu' is no tier", '"disk"'),
     "a truth": (changed(HEAD, lm_head=True), "lm_head", "True is no tier", '"cpu"'),
 }  # fmt: skip
@@ -84,9 +89,35 @@ def test_a_bad_map_gets_its_own_message(name, tiny):
     assert reason in str(error.value)
 
 
-def test_twenty_and_more_bad_maps_have_messages_of_their_own(tiny):
-    said = {name: repr(offload.problems(tiny, placement)) for name, (placement, *_) in BAD.items()}
-    assert len(set(said.values())) == len(BAD) >= 20
+def test_messages_tell_twenty_kinds_of_bad_maps_apart(tiny):
+    found = [(key, offload.problems(tiny, placement)) for placement, key, _, _ in BAD.values()]
+    assert len({(each.reason, each.mend) for key, problems in found for each in problems if each.key == key}) >= 20
+
+
+@pytest.mark.parametrize("way", ["0:3", "0–3", "0..3", "[0-3]", "0,1,2,3", "0 - 3", "0-3.mlp"])
+def test_ranges_written_in_other_ways_get_the_way_that_is_known(way, tiny):
+    found = [each for each in offload.problems(tiny, changed(LAYERS, **{f"model.layers.{way}": FAST})) if way in str(each.key)]
+    assert [each.mend for each in found] == ['"model.layers.0-3", first and last included']
+
+
+def test_a_gpu_has_one_spelling(tiny):
+    tied = {"model.embed_tokens": 0, "model.layers": "cuda:0", "model.norm": 0, "lm_head": "cuda:0"}
+    assert offload.problems(tiny, tied, gpus=1) == []
+    parts = dict(zip((f"model.layers.3.{part}" for part in PARTS), (0, "cuda:0", 0, "cuda:0"), strict=True))
+    assert offload.problems(tiny, dict.fromkeys(set(GOOD) - LAYERS, 0) | {"model.layers.0-2": 0} | parts, gpus=1) == []
+
+
+@pytest.mark.parametrize(
+    ("places", "across"), [((0, 1), True), ((0, "cpu"), False), (("cpu", "disk"), False), ((1, "disk"), True)]
+)
+def test_a_residual_adds_across_only_where_two_devices_compute(places, across, tiny):
+    parts = dict.fromkeys((f"model.layers.3.{part}" for part in PARTS), places[0]) | {"model.layers.3.mlp": places[1]}
+    first = 0 if places != ("cpu", "disk") else "cpu"
+    whole = {key: first for key in GOOD if key not in LAYERS} | {"model.layers.0-2": first}
+    (found,) = offload.problems(tiny, whole | parts, gpus=2)
+    assert found.key == "model.layers.3"
+    assert found.reason.startswith("is cut: parts on ")
+    assert ("residual" in found.reason) is across
 
 
 def test_a_good_map_has_no_problem_and_its_ranges_are_written_out(tiny):
@@ -210,6 +241,20 @@ def test_templates_fit_other_decoders(name, shape, tmp_path):
         assert torch.equal(loaded(torch.tensor([[1, 2, 3]])).logits.cpu(), model(torch.tensor([[1, 2, 3]])).logits)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_templates_suit_machines_with_gpus(count, monkeypatch):
+    monkeypatch.setattr(sys.modules["helpers.offload.templates"], "gpu_count", lambda: count)
+    for layers in (2, 3, 4, 7, 12, 32):
+        shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=layers, **shape))
+        for name in offload.templates():
+            placement = offload.template(name).placement(model)
+            assert offload.problems(model, placement, gpus=count) == [], (name, layers)
+            if name == "several_gpus":
+                assert len({tier for key, tier in placement.items() if ".layers." in key}) == min(count, layers)
+
+
 @pytest.mark.parametrize(
     ("page", "said"),
     [
@@ -264,9 +309,18 @@ def test_evaluation_counts_tokens_memory_and_time(tiny, tmp_path):
 def test_before_each_token_something_can_be_done(tiny):
     calls = []
     offload.evaluate(tiny, [PROMPT], new_tokens=3, warmup=1, before=lambda: calls.append(0))
-    assert len(calls) == 1 + 3 + 2  # warm-up, the timed pass, the pass that looks at memory
+    assert len(calls) == 1 + 3 + 3  # warm-up, the timed pass, the pass that looks at memory
     assert offload.evaluate(tiny, [PROMPT], new_tokens=3, warmup=0, before=lambda: calls.append(0), memory=False).peak == {}
-    assert len(calls) == 6 + 3
+    assert len(calls) == 7 + 3
+
+
+@pytest.mark.skipif(FAST != "cpu", reason="a GPU's allocator hands out more than tensors take")
+def test_the_peak_is_that_of_the_longest_prompt_and_all_its_tokens(tiny):
+    prompts = [PROMPT, list(range(3, 103))]
+    peaks = [offload.evaluate(tiny, order, new_tokens=2).peak for order in (prompts, prompts[::-1])]
+    assert peaks[0] == peaks[1]
+    few, many = (offload.evaluate(tiny, [PROMPT], new_tokens=count, warmup=0).peak["cpu"] for count in (2, 80))
+    assert many > few
 
 
 @pytest.mark.parametrize(("prompts", "count"), [([], 4), ([[]], 4), ([PROMPT], 1)])

@@ -13,7 +13,9 @@ from typing import Any
 
 from helpers import machine
 
+SLOW = ("cpu", "disk")
 _RANGE = re.compile(r"(.*?)(\d+)-(\d+)")
+_OTHER_RANGE = re.compile(r"(.*?)[\[(]?\d+\s*[^\w\s]+\s*\d.*")  # 0:3, 0..3, [0-3], 0,1,2, 0-3.mlp and the like
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,7 +85,7 @@ class _Check:
                     self._add(key, f"overlaps with {taken[0]!r}: {name or 'all'!r} is named by both", "each module in one key")
                 self.devices[name] = tier
                 said = dict.fromkeys(inside, key) | said
-                self.tier_of |= dict.fromkeys(inside, tier if good else None)
+                self.tier_of |= dict.fromkeys(inside, spelt(tier) if good else None)
         self._whole(model)
 
     def _add(self, key: Any, reason: str, mend: str) -> None:
@@ -91,11 +93,11 @@ class _Check:
 
     def _tier(self, key: Any, tier: Any) -> bool:
         """Whether a tier is one of this machine; says so where it is not."""
-        match = re.fullmatch(r"cuda:(\d+)", f"cuda:{tier}" if type(tier) is int else str(tier))
-        if match is None and tier not in ("cpu", "disk"):
+        place = spelt(tier)
+        if place not in SLOW and not (type(place) is int and place >= 0):
             self._add(key, f"{tier!r} is no tier", 'the number of a GPU, "cpu" or "disk"')
-        elif match and int(match[1]) >= self.gpus:
-            have = f"0 to {self.gpus - 1}" if self.gpus else '"cpu" or "disk": there is no GPU here'
+        elif type(place) is int and place >= self.gpus:
+            have = f"a GPU from 0 to {self.gpus - 1}" if self.gpus else '"cpu" or "disk": there is no GPU here'
             self._add(key, f"GPU {tier!r} is not on this machine", have)
         else:
             return True
@@ -117,7 +119,10 @@ class _Check:
         match = _RANGE.fullmatch(key)
         stem, first, last = (match[1], int(match[2]), int(match[3])) if match else (key, 0, 0)
         end = max((int(name[len(stem) :]) for name in self.modules if re.fullmatch(re.escape(stem) + r"\d+", name)), default=-1)
-        if not match or end < 0:
+        other = _OTHER_RANGE.fullmatch(key)
+        if end < 0 and other and any(re.fullmatch(re.escape(other[1]) + r"\d+", name) for name in self.modules):
+            self._add(key, "is no range in the way ranges are written here", f'"{other[1]}0-3", first and last included')
+        elif not match or end < 0:
             word, what = (f"{stem}{first}", "range of modules") if match else (key, "module")
             near = [name for name in self.modules if name.endswith(f".{word}")]
             near = near or difflib.get_close_matches(word, self.modules, n=1, cutoff=0.7)
@@ -125,7 +130,7 @@ class _Check:
         elif first > last:
             self._add(key, "the range runs backwards", f"{f'{stem}{last}-{first}'!r}")
         elif last > end:
-            self._add(key, f"goes beyond the last, {stem}{end}", f"{f'{stem}{first}-{end}'!r}")
+            self._add(key, f"goes beyond the last, {stem}{end}", f"{f'{stem}{first if first <= end else 0}-{end}'!r}")
         else:
             return [f"{stem}{number}" for number in range(first, last + 1)]
         return []
@@ -134,16 +139,18 @@ class _Check:
         """What only the map as a whole shows: modules left out, layers cut, ties, nothing but the disk."""
         holders = dict.fromkeys(name.rpartition(".")[0] for name in self.tensors)  # modules with tensors of their own, in order
         layers = whole_modules(model)
+        gpus = [str(place) for place in map(spelt, self.devices.values()) if place not in SLOW]
+        main = gpus[0] if gpus else "cpu"  # what lies on the CPU or the disk computes there
         missing = [name for name in holders if name not in self.tier_of]
         whole = {name: next((layer for layer in layers if within(name, layer)), name) for name in missing}
         if missing:
             named = ", ".join(_as_ranges(list(dict.fromkeys(whole.values()))))
-            self._add(named, "has no tier (transformers would take the CPU, without a word)", "a key for each")
+            self._add(named, "has no tier (transformers may take the CPU, without a word)", "a key for each")
         for layer in layers:
             parts = {str(self.tier_of.get(name)) for name in holders if within(name, layer)} - {"None"}
             if len(parts) > 1:
-                reason = f"is cut: parts on {' and '.join(sorted(parts))}, and its residual adds across"
-                self._add(layer, reason, "one tier for it")
+                across = ", and its residual adds across" if len({main if part in SLOW else part for part in parts}) > 1 else ""
+                self._add(layer, f"is cut: parts on {' and '.join(sorted(parts))}{across}", "one tier for it")
         held = {name: self.tier_of.get(name) for name in tied_modules(model)}
         if held and None not in held.values():
             (first, tier), (second, other) = held.items()
@@ -152,12 +159,18 @@ class _Check:
             elif tier == "disk":
                 reason = f"shares its weight with {second!r}: accelerate offloads it under one of the names only"
                 self._add(first, reason, "both on a device or the CPU")
-        if set(self.devices.values()) == {"disk"}:
+        if self.devices and all(tier == "disk" for tier in self.devices.values()):
             self._add("all", "is on the disk: accelerate needs one device to compute on", 'the norm at the end on "cpu"')
 
 
 def gpu_count() -> int:
     return len(machine.gpus()) if machine.torch_cuda() else 0
+
+
+def spelt(tier: Any) -> Any:
+    """A tier in one spelling: the number of the GPU for "cuda:1"; anything that is no text as it is."""
+    match = re.fullmatch(r"cuda:(0|[1-9]\d*)", tier) if isinstance(tier, str) else None
+    return int(match[1]) if match else tier
 
 
 def within(name: str, module: str) -> bool:

@@ -117,9 +117,9 @@ def evaluate(
     """Generate greedily for each prompt (token ids) in turn; the clock waits for the device at each token.
 
     `warmup` tokens of the first prompt are generated untimed. `before` is called ahead of each forward pass, untimed. Memory is
-    taken in a pass of its own, which `memory=False` leaves out: on a GPU what its allocator handed out, on the CPU the tensors
-    that exist at one time (offloaded weights while they are loaded; not the page cache). Raises ValueError for no prompts, or
-    fewer than 2 new tokens.
+    taken with the longest prompt in a pass of its own, which `memory=False` leaves out: on a GPU what its allocator handed out,
+    on the CPU the tensors that exist at one time (offloaded weights while they are loaded; not the page cache). Raises
+    ValueError for no prompts, or fewer than 2 new tokens.
     """
     if not prompts or not all(len(prompt) for prompt in prompts) or new_tokens < 2:
         raise ValueError(f"got {len(prompts)} prompts and new_tokens={new_tokens}; at least 1, none empty, and 2 are needed")
@@ -130,19 +130,19 @@ def evaluate(
         tuple(seconds[0] for _, seconds in runs),
         tuple(each for _, seconds in runs for each in seconds[1:]),
         tuple(tuple(tokens) for tokens, _ in runs),
-        _peak(model, prompts[0], ahead) if memory else {},
+        _peak(model, max(prompts, key=len), new_tokens, ahead) if memory else {},
     )
 
 
-def _peak(model: Any, prompt: Sequence[int], before: Callable[[], Any]) -> dict[str, int]:
-    """The most bytes at one time on each device that held any, over the prompt and one more token."""
+def _peak(model: Any, prompt: Sequence[int], new_tokens: int, before: Callable[[], Any]) -> dict[str, int]:
+    """The most bytes at one time on each device that held any, over the prompt and its new tokens."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
     ledger = Ledger(torch.device("cpu"))
     ledger.mark([*model.parameters(), *model.buffers()], "parameters")
     with ledger:
-        _generate(model, prompt, 2, before)
+        _generate(model, prompt, new_tokens, before)
     peak = {f"cuda:{gpu}": torch.cuda.max_memory_allocated(gpu) for gpu in gpus} | {"cpu": ledger.peak}
     return {device: size for device, size in peak.items() if size}
 
