@@ -1,11 +1,13 @@
 """Templates for real clusters in `data/templates/cluster`: filled with one's numbers, checked, their launch line taken out.
 
 `render("slurm.sbatch", nodes=4, ranks_per_node=8, …)` replaces each `{{field}}` and nothing else; `problems` checks the
-result with `bash -n`, with torchrun's own parser, and against the fields of the Kubernetes API that the template uses.
+result with `bash -n`, with torchrun's own parser, against the fields of the Kubernetes API that the template uses, and the
+flags and numbers of Ray and vLLM against one another.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import subprocess
@@ -26,6 +28,13 @@ _CORES = {  # Slurm gives a task one core by default, and since 22.05 srun does 
     r"^srun .*--cpus-per-task|SRUN_CPUS_PER_TASK=": "srun gives torchrun one core: it needs --cpus-per-task of its own",
 }
 _PROGRAMS = ("torchrun ", "vllm ")
+_TAKES = {  # of what Ray and vLLM document, what a script may use
+    "ray start": ("head", "address", "port", "node-ip-address", "num-gpus", "num-cpus", "block"),
+    "vllm serve": (
+        "tensor-parallel-size", "pipeline-parallel-size", "distributed-executor-backend", "host", "port", "dtype",
+        "max-model-len", "max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization",
+    ),
+}  # fmt: skip
 
 
 def templates(place: Path = TEMPLATES) -> list[str]:
@@ -69,11 +78,15 @@ def bash_problems(script: str) -> list[str]:
 
 def launch_line(text: str) -> str:
     """The command that a rendered template runs on each host (vLLM: on the first), on one line. Raises ValueError for none."""
-    for line in re.sub(r"\\\n\s*", "", text).splitlines():
-        line = line.strip().removeprefix("exec ")
+    for line in _commands(text):
         if line.startswith(_PROGRAMS):
             return line
     raise ValueError("no line starts torchrun or vllm")
+
+
+def _commands(text: str) -> list[str]:
+    """The lines of a script, continued ones joined, without what stands before a command."""
+    return [line.strip().removeprefix("exec ") for line in re.sub(r"\\\n\s*", "", text).splitlines()]
 
 
 def problems(text: str) -> list[str]:
@@ -101,7 +114,10 @@ def problems(text: str) -> list[str]:
             found.append("Service, subdomain and Job have different names: no pod would find pod 0")
     found += [problem for script in scripts for problem in bash_problems(script)]
     try:
-        return found + _launches(launch_line(scripts[-1]), {int(size) for size in sizes}, {int(count) for count in ranks})
+        line = launch_line(scripts[-1])
+        if line.startswith("vllm "):
+            return found + _serves(scripts[-1])
+        return found + _launches(line, {int(size) for size in sizes}, {int(count) for count in ranks})
     except ValueError as error:
         return [*found, str(error)]
 
@@ -122,13 +138,10 @@ def _api_problems(pages: Mapping[str, Any]) -> list[str]:
 
 def _launches(line: str, sizes: set[int], ranks: set[int]) -> list[str]:
     """What is wrong with a launch line, alone and beside the hosts and GPUs that the template asks the cluster for."""
-    words = shlex.split(line)
-    if words[0] != "torchrun":
-        return []
     from torch.distributed.run import get_args_parser
 
     try:
-        asked = get_args_parser().parse_args(words[1:])
+        asked = get_args_parser().parse_args(shlex.split(line)[1:])
     except SystemExit:
         return [f"torchrun does not take: {line}"]
     least, most = (int(number) for number in asked.nnodes.split(":"))
@@ -137,4 +150,21 @@ def _launches(line: str, sizes: set[int], ranks: set[int]) -> list[str]:
         found.append(f"the cluster is asked for {sorted(sizes)} hosts, torchrun waits for {most}")
     if ranks != {int(asked.nproc_per_node)}:
         found.append(f"a host is asked for {sorted(ranks)} GPUs, torchrun starts {asked.nproc_per_node} ranks on it")
+    return found
+
+
+def _serves(text: str) -> list[str]:
+    """What is wrong with a script that starts Ray on each host and vLLM on the first."""
+    found = []
+    for words in (line.split() for line in _commands(text) if line.startswith(("ray ", "vllm "))):
+        command, flags = " ".join(words[:2]), [word.partition("=")[0] for word in words if word.startswith("--")]
+        if command not in _TAKES:
+            found.append(f"there is no command {command!r}; the script needs {' and '.join(_TAKES)}")
+        found += [f"{command} does not take {flag}" for flag in flags if flag[2:] not in _TAKES.get(command, [flag[2:]])]
+    gpus, hosts = re.findall(r"--num-gpus[ =](\d+)", text), re.findall(r"Alive.*< (\d+)\)", text)
+    parts = [int(number) for number in re.findall(r"--(?:tensor|pipeline)-parallel-size[ =](\d+)", text)]
+    if len(set(gpus)) != 1 or len(hosts) != 1:
+        found.append(f"Ray is told of {', '.join(gpus) or 'no'} GPUs and the script waits for {', '.join(hosts) or 'no'} hosts")
+    elif math.prod(parts) != int(gpus[0]) * int(hosts[0]):
+        found.append(f"vLLM takes {' × '.join(map(str, parts))} GPUs, the script waits for {hosts[0]} hosts of {gpus[0]}")
     return found

@@ -82,6 +82,12 @@ def test_values_that_cannot_work_are_refused(name, values, says):
         ("slurm.sbatch", "--nnodes 1:2", "--nnodes 3:2", "at least 3 hosts, but at most 2"),
         ("slurm.sbatch", "torchrun", "python", "no line starts torchrun or vllm"),
         ("ray_vllm.sh", "done", "end", "bash: "),
+        ("ray_vllm.sh", "--tensor-parallel-size", "--tensor-paralel-size", "vllm serve does not take --tensor-paralel-size"),
+        ("ray_vllm.sh", "--tensor-parallel-size 2", "--tensor-parallel-size 16", "16 × 2 GPUs, the script waits for 2 hosts"),
+        ("ray_vllm.sh", "ray start --head", "ray begin --head", "there is no command 'ray begin'"),
+        ("ray_vllm.sh", "exec ray start --address", "exec ray start --adress", "ray start does not take --adress"),
+        ("ray_vllm.sh", "< 2)", "< 7)", "waits for 7 hosts of 2"),
+        ("ray_vllm.sh", "--num-gpus 2 --block", "--num-gpus 1 --block", "told of 1, 2 GPUs"),
         ("kubernetes.yaml", "kind: Job", "kind: Deployment", "no Job"),
         ("kubernetes.yaml", "completions: 2", "completions: two", "Job.spec.completions: 'two' is not of type 'integer'"),
         ("kubernetes.yaml", "completions: 2", "completion: 2", "Job.spec: 'completions' is a required property"),
@@ -126,11 +132,15 @@ def test_what_a_template_runs_on_each_host_runs(name, tmp_path):
         if name == "slurm.sbatch":
             stand_in(tmp_path, "scontrol", f'#!/bin/sh\n[ "$*" = "show hostnames list" ] && echo {head}\n')
             stand_in(
-                tmp_path, "srun", '#!/bin/sh\necho "$HEAD $3" > head\nshift 3\nfor word; do printf "%s\\0" "$word"; done > step\n'
+                tmp_path,
+                "srun",
+                '#!/bin/sh\nenv > exported\necho "$3" > cores\nshift 3\nfor word; do printf "%s\\0" "$word"; done > step\n',
             )
             given = {**environment, "SLURM_JOB_NODELIST": "list", "SLURM_CPUS_ON_NODE": "96"}
             subprocess.run(["bash"], input=text, text=True, check=True, cwd=tmp_path, env=given)
-            assert (tmp_path / "head").read_text() == f"{head} --cpus-per-task=96\n"
+            assert (tmp_path / "cores").read_text() == "--cpus-per-task=96\n"
+            exported = (tmp_path / "exported").read_text().splitlines()  # what srun hands on to the hosts
+            assert {f"HEAD={head}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"} <= set(exported)
             command = (tmp_path / "step").read_text().split("\0")[:-1]
             own = [{"SLURM_NODEID": str(host.number), "SLURMD_NODENAME": host.address} for host in nodes.hosts]
             common = {"HEAD": head, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
