@@ -42,7 +42,7 @@ class ServerProcess:
         self.url, self._output, self._said = url, os.path.join(folder, "log"), ""
         guard = [sys.executable, "-m", "helpers.server_process", str(os.getpid()), folder, *command]
         with open(self._output, "wb") as output:
-            # a group of its own keeps Ctrl-C from it. No session of its own: Linux shares cores out among sessions first, and where
+            # a group of its own keeps Ctrl-C from it. No session of its own: Linux shares cores out among sessions first; where
             # they are few, clients outside that of a server whose processes spin hardly run (a quarter of vLLM's tokens a second)
             self._guard = subprocess.Popen(
                 guard, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, process_group=0

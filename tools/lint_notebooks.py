@@ -22,7 +22,7 @@ from publish import DROPPED_CELL_METADATA, WIDGET_VIEW, sources_hash
 
 MAX_CELL_LINES = 25
 MAX_CODE_CELLS = 30
-MAX_BYTES = 900_000
+MAX_BYTES = 1_100_000
 PUBLISH = "run make notebooks"
 TAGS = {
     "timing",
