@@ -17,6 +17,7 @@ from helpers import LaunchError, RankFailed, RanksHung, Run, diagnose, diagnosis
 from helpers.diagnosis import catalogue, reading
 from helpers.diagnosis.predicates import PREDICATES
 from helpers.launching import errors
+from helpers.launching.results import Log
 from helpers.measuring.records import Collective
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -283,6 +284,21 @@ def test_an_errors_message_ends_with_its_diagnosis():
     unknown = an_error("rank 1 of 2 raised FooError: what")
     assert str(unknown) == unknown.args[0]
     assert str(unknown.diagnosis).startswith("I don't know")
+
+
+def test_what_a_victim_prints_does_not_hide_the_rank_that_raised(tmp_path):
+    said = "[E1201 PGGloo.cpp:67] Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc] Connection closed by peer"
+    for rank, text in enumerate((said, "")):
+        (tmp_path / str(rank)).write_text(text)
+    run = Run(2, "cpu", "gloo", logs=[Log(str(tmp_path / str(rank))) for rank in (0, 1)])
+    error = RankFailed("rank 1 of 2 raised KeyError: 'b'", 1, run, exception="KeyError", traceback="")
+    assert (error.diagnosis.fault, error.diagnosis.ranks) == ("one-rank-raised", (1,))
+    assert "KeyError: 'b'" in error.diagnosis.evidence[0]
+    assert "Connection closed by peer" in error.diagnosis.evidence[1]
+    lost = RankFailed(
+        "rank 0 of 2 raised RuntimeError: ranks 1 closed the connection before", 0, run, exception="RuntimeError", traceback=""
+    )
+    assert lost.diagnosis.fault == "peer-gone"
 
 
 def test_an_error_is_shown_even_if_reading_it_fails(monkeypatch):

@@ -104,7 +104,7 @@ HOME_FILE = new_output("stream", text="saved to " + "/home" + "/ada/x\n")
 FAULTS = {
     "long cell": (source("setup", "1\n" * 25 + "1"), "setup: 26 lines: split it"),
     "many cells": (many_cells, "31 code cells: make two notebooks"),
-    "large file": (output("sum", new_output("stream", text="x" * 901_000)), "kB: make its figures smaller"),
+    "large file": (output("sum", new_output("stream", text="x" * 1_101_000)), "kB: make its figures smaller"),
     "no title": (source("opening", GOOD.split("\n")[2][2:]), "opening: the opening lacks something: start with a title"),
     "no promise": (source("opening", "# 4. Split\n20 minutes. You need two cores."), "'will be able to'"),
     "no time": (source("opening", "# 4. Split\nYou will be able to split. You need two cores."), "how many minutes"),

@@ -110,6 +110,10 @@ def _of_error(error: LaunchError) -> Diagnosis:
     if found and (sighting is None or found[0].weight <= sighting.fault.weight):
         return _named(*found, case.ranks)
     ranks = () if error.rank is None else (error.rank,)
+    own = isinstance(error, RankFailed) and error.rank is not None and "closed the connection before" not in message
+    if own and sighting and sighting.fault.says == "consequence" and sighting.ranks and error.rank not in sighting.ranks:
+        raised = next(fault for fault in faults() if fault.predicate == "one raised")  # the others only say that it is gone
+        return _named(raised, (message.splitlines()[0], sighting.texts[0], *_where(error)), ranks)
     if sighting:
         difference = (str(case.mismatch),) if case.mismatch and sighting.fault.says != "cause" else ()
         return _named(sighting.fault, (*sighting.texts, *_where(error), *difference), ranks or tuple(sorted(sighting.ranks)))
