@@ -24,8 +24,8 @@ __all__ = ["fields", "launch_line", "problems", "render", "templates"]
 TEMPLATES = record.ROOT / "data" / "templates" / "cluster"
 _FIELD = re.compile(r"\{\{(\w+)\}\}")
 _CORES = {  # Slurm gives a task one core by default, and since 22.05 srun does not take over what sbatch was asked for
-    r"^#SBATCH --(exclusive$|cpus-per-task=)": "sbatch is asked for one core a host: add --exclusive or --cpus-per-task",
-    r"^srun .*--cpus-per-task|SRUN_CPUS_PER_TASK=": "srun gives torchrun one core: it needs --cpus-per-task of its own",
+    r"^#SBATCH (--exclusive\b|--cpus-per-(task|gpu)=|-c ?\d)": "sbatch is asked for one core: add --exclusive or --cpus-per-task",
+    r"^srun .*(--cpus-per-(task|gpu)| -c ?\d)|SRUN_CPUS_PER_TASK=": "srun gives torchrun one core: it needs --cpus-per-task too",
 }
 _PROGRAMS = ("torchrun ", "vllm ")
 _TAKES = {  # of what Ray and vLLM document, what a script may use

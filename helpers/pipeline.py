@@ -64,25 +64,38 @@ class Stage(nn.Module):
             raise ValueError(f"parts {list(parts)}: together they must be the layers 0 to {count - 1}, each once and in order")
         if missing := [name for name in ("embed_tokens", "layers", "norm") if not hasattr(body, name)]:
             raise ValueError(f"{kind} has no {', '.join(missing)}: only models laid out like Llama are cut here")
-        whole, training = dict(body.named_children()), model.training
+        parts = [range(*ends) for ends in itertools.pairwise(itertools.accumulate(map(len, parts), initial=0))]
+        whole, modes = dict(body.named_children()), {each: each.training for each in model.modules()}
+        try:
+            if not body.embed_tokens.weight.is_meta:  # which holds no numbers
+                self._compare(model.eval(), whole, parts)
+        finally:
+            for each, mode in modes.items():
+                each.training = mode
+        self._cut(model, whole, parts[index], index == 0, index == len(parts) - 1)
+
+    def _compare(self, model: Any, whole: Mapping[str, Any], parts: Sequence[range]) -> None:
+        """Raise ValueError where a stage does not compute what its layers do in the whole model."""
+        body, kind = model.base_model, type(model.base_model).__name__
         states = [torch.arange(16, device=body.embed_tokens.weight.device)[None] % model.config.vocab_size]
         modules = (*body.layers, body.norm)  # what each of them takes, from the token ids to the logits
         hooks = [each.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])) for each in modules]
-        with torch.no_grad():
-            states.append(model.eval()(states[0], use_cache=False).logits)
-        for hook in hooks:
-            hook.remove()
-        for number, part in [*enumerate(parts), (index, parts[index])]:
+        try:
+            with torch.no_grad():
+                states.append(model(states[0], use_cache=False).logits)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for number, part in enumerate(parts):
             right = states[-1 if number == len(parts) - 1 else part.stop + 1]
             try:
                 self._cut(model, whole, part, number == 0, number == len(parts) - 1)
                 found = self(states[0 if number == 0 else part.start + 1]).detach()
-                atol = 0.01 * float(right.abs().max())
-                torch.testing.assert_close(found, right, rtol=0, atol=atol, msg="it computes something else")
+                atol = 0.01 * float(right.nan_to_num(0, 0, 0).abs().max())
+                torch.testing.assert_close(found, right, rtol=0, atol=atol, equal_nan=True, msg="it computes something else")
             except Exception as error:
                 odd = {k: v for k, v in vars(model.config).items() if re.search("multiplier|scal", k) and v not in (None, 1)}
                 raise ValueError(f"stage {number} of {kind} is not what it is in the whole model: {error} {odd or ''}") from error
-        model.train(training)
 
     def _cut(self, model: Any, whole: Mapping[str, Any], part: range, first: bool, last: bool) -> None:
         body, self.first, self.last = model.base_model, first, last
@@ -100,6 +113,8 @@ class Stage(nn.Module):
 
     def forward(self, inputs: torch.Tensor, cache: Any = None) -> torch.Tensor:
         given = {"input_ids" if self.first else "inputs_embeds": inputs}
+        if self.last:
+            self._runs[0].set_output_embeddings(self.head)  # which may have been replaced
         output = self._runs[0](**given, past_key_values=cache, use_cache=cache is not None)
         return output.logits if self.last else output.last_hidden_state
 

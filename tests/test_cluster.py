@@ -76,7 +76,7 @@ def test_values_that_cannot_work_are_refused(name, values, says):
         ("slurm.sbatch", "set -eu", "if true; then", "bash: "),
         ("slurm.sbatch", "--nodes=2", "--nodes=3", "asked for [3] hosts, torchrun waits for 2"),
         ("slurm.sbatch", "--gpus-per-node=2", "--gpus-per-node=8", "asked for [8] GPUs, torchrun starts 2 ranks"),
-        ("slurm.sbatch", "#SBATCH --exclusive\n", "", "sbatch is asked for one core a host"),
+        ("slurm.sbatch", "#SBATCH --exclusive\n", "", "sbatch is asked for one core"),
         ("slurm.sbatch", ' --cpus-per-task="$SLURM_CPUS_ON_NODE"', "", "srun gives torchrun one core"),
         ("slurm.sbatch", "--nproc-per-node 2", "--nproc-per-host 2", "torchrun does not take"),
         ("slurm.sbatch", "--nnodes 1:2", "--nnodes 3:2", "at least 3 hosts, but at most 2"),

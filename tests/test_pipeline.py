@@ -312,3 +312,33 @@ def test_the_picture_has_a_box_per_operation_and_says_what_is_idle():
     explorer.controls["schedule"].value = "ZBVZeroBubble"
     assert explorer.problem.value == ""
     assert len(explorer.figure.axes[0].patches) == 3 * 2 * 4 * 2
+
+
+def test_a_stage_keeps_what_the_learner_does_with_the_model():
+    parts = [range(2), range(2, 4)]
+    frozen, _ = models.load("tiny-ernie")
+    frozen.train().model.layers[0].eval()
+    first = pipeline.Stage(frozen, parts, 0)
+    assert [layer.training for layer in first.body.layers] == [False, True]
+
+    last = pipeline.Stage(models.load("tiny-ernie")[0], [[0, 1], [2, 3]], 1)  # parts may be lists
+    last.head = torch.nn.Linear(256, 7)
+    assert last(torch.randn(1, 4, 256)).shape == (1, 4, 7)
+
+    broken, _ = models.load("tiny-ernie")
+    with torch.no_grad():
+        broken.model.layers[3].mlp.down_proj.weight[0, 0] = torch.nan  # a NaN is no reason to refuse
+    assert pipeline.Stage(broken, parts, 1)(torch.randn(1, 4, 256)).isnan().any()
+
+    empty = models.load("tiny-ernie", device="meta")[0]
+    assert pipeline.Stage(empty, parts, 0).embedding.weight.is_meta  # without numbers there is nothing to compare
+
+
+def test_a_model_that_is_refused_is_left_as_it_was(monkeypatch):
+    model, _ = models.load("tiny-ernie")
+    model.train()
+    monkeypatch.setattr(type(model.model.norm), "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pipeline.Stage(model, [range(2), range(2, 4)], 0)
+    assert model.training
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)

@@ -84,12 +84,13 @@ def set_up(venv, extras, again=False):
         if before and before == here and not (left_out and again):
             return
         owner = Path(before.get("checkout", str(ROOT)))
-        if owner != ROOT and ROOT not in venv.resolve().parents and (owner / "helpers").is_dir():
+        if owner != ROOT and ROOT not in venv.resolve().parents and is_there(owner / "helpers"):
             if before != dict(here, checkout=str(owner)):
                 why = f"has other versions or packages than {ROOT} asks for" if here else "has no Python that runs here"
                 raise Stop(
                     f"The environment {venv}, made from {owner}, {why}. "
-                    "Right: bring both to the same state and run this command there first; or leave out VENV=."
+                    "Right: bring both to the same state and run this command there first; or leave out VENV=; "
+                    f"or remove {venv / 'set-up.json'}, and this checkout takes the environment over."
                 )
             print(f"environment {venv}: as it is; packages and `helpers` come from {owner}", flush=True)
             return
@@ -140,6 +141,17 @@ def stamp(venv, extras, without_vllm=""):
     project = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()).hexdigest()
     found = {"project": project, "python": shown.stdout, "checkout": str(ROOT), "extras": extras}
     return dict(found, without_vllm=without_vllm) if without_vllm else found
+
+
+def is_there(folder):
+    """Whether a folder exists, be it somebody's who lets nobody look."""
+    try:
+        os.stat(str(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def read_stamp(venv):

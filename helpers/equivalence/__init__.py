@@ -62,10 +62,11 @@ class Comparison:
         if not lines:
             compared = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items()) or "nothing was observed"
             lines = [f"✔ {self.ranks[0]} and {self.ranks[1]} ranks do the same; largest relative differences: {compared}"]
-        for ranks, issued in zip(self.ranks, self.traffic, strict=True):
+        for run, issued in zip(self.runs, self.traffic, strict=True):
             shares = {op: f", {times:.1f} × the gradients" * ("reduce" in op) for op, (_, _, times) in issued.items()}
             each = [f"{count} {op} ({size:,} B{shares[op]})" for op, (count, size, _) in issued.items()]
-            lines.append(f"  rank 0 of {ranks} issued {', '.join(each) or 'nothing'}")
+            nothing = "nothing" if run.collectives else "nothing that was recorded"
+            lines.append(f"  rank 0 of {run.ranks} issued {', '.join(each) or nothing}")
         return "\n".join(lines)
 
 

@@ -24,14 +24,15 @@ class Copy:
 class Side:
     """One of the two runs that are compared: what each rank saw, and all copies of each whole tensor.
 
-    `tolerance` is `TOLERANCE`, or for coarser dtypes four times their rounding: 4e-3 for FP16, 3e-2 for BF16.
+    `tolerance`, and that `of_outputs`, is `TOLERANCE`, or for coarser dtypes 4 × their rounding: 4e-3 for FP16, 3e-2 for BF16.
     `held` has the "gradients", "parameters" and "outputs" by name, in the order in which ranks name them.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.seen: list[Observation] = run.results
-        self.tolerance = max(TOLERANCE, *(4 * seen.rounding for seen in self.seen))
+        self.tolerance = max(TOLERANCE, *(4 * seen.rounding[0] for seen in self.seen))
+        self.of_outputs = max(self.tolerance, *(4 * seen.rounding[1] for seen in self.seen))
         self.cuts = {name: dim for seen in self.seen for name, dim in seen.cuts.items()}
         self.held = {what: self._joined(what) for what in ("gradients", "parameters", "outputs")}
 

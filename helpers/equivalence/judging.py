@@ -141,7 +141,7 @@ def of_results(few: Side, many: Side) -> list[Finding]:
     if errors.get("loss", 0) > many.tolerance and not (unequal and with_loss[0].tokens is None):
         losses = f"{_mean_loss(many):.6g} on {len(with_loss)} ranks, {_mean_loss(few):.6g} on {len(few)}"
         found.append(finding("the loss differs", losses))
-    if errors.get("outputs", 0) > many.tolerance:
+    if errors.get("outputs", 0) > many.of_outputs:
         found.append(finding("outputs differ", f"by {errors['outputs']:.1e} of their size"))
     return found
 

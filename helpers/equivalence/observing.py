@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class Observation:
     planned: tuple[float, ...] | None
     origin: Origin | None
     steps: int | None  # of the optimiser; None where nobody said or counted them
-    rounding: float  # of the coarsest dtype among parameters, gradients and outputs: what 1 + rounding adds at least
+    rounding: tuple[float, float]  # the least that is added to 1, by dtype: of parameters and gradients, of outputs
     ended: float  # when `observe` was called, in seconds of `time.perf_counter`
 
     def __repr__(self) -> str:
@@ -104,7 +104,7 @@ def observe(
         cuts.update({name: dim for name in matches if not isinstance(named.get(name), DTensor)})
     if unknown := set(random or ()) - {"same", "own"}:
         raise ValueError(f'random has {", ".join(sorted(unknown))}; it knows "same" and "own"')
-    taken = [each for p in named.values() for each in (p, p.grad) if each is not None] + list(seen.values())
+    states = [each for p in named.values() for each in (p, p.grad) if each is not None]
     epochs = samples if samples and isinstance(samples[0], (list, tuple)) else [samples or ()]
     return Observation(
         loss=_plain(loss),
@@ -124,7 +124,7 @@ def observe(
         planned=None if planned is None else _values(planned),
         origin=nan.found if nan else None,
         steps=len(rates) if steps is None and rates is not None else steps,
-        rounding=max((torch.finfo(each.dtype).eps for each in taken if each.is_floating_point()), default=0.0),
+        rounding=(_rounding(states), _rounding(seen.values())),
         ended=ended,
     )
 
@@ -175,3 +175,9 @@ def _plain(value: Any) -> Any:
 def _values(values: Any) -> tuple[Any, ...]:
     """The values of a list or tensor, flat, as plain numbers or texts."""
     return tuple(map(_plain, values.flatten() if hasattr(values, "flatten") else values))
+
+
+def _rounding(tensors: Iterable[Any]) -> float:
+    import torch
+
+    return max((torch.finfo(each.dtype).eps for each in tensors if each.is_floating_point()), default=0.0)

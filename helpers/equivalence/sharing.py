@@ -88,7 +88,7 @@ def of_layers(few: Side, many: Side) -> list[Finding]:
     for name, pairs in outputs(few, many).items():
         worst, wanted = max(pairs, key=lambda pair: distance(pair[0].tensor, pair[1]))
         error = distance(worst.tensor, wanted)
-        if error <= many.tolerance:
+        if error <= many.of_outputs:
             agree += 1
         elif shift := _bias(few, name, worst.tensor, wanted):
             return [shift]
