@@ -52,7 +52,6 @@ class Stage(nn.Module):
     The first stage takes token ids (B, T), the others hidden states (B, T, H); the last returns logits (B, T, V), the others
     hidden states. `cache`, a transformers `DynamicCache` of this stage's own, grows by keys and values of these T positions.
     A tied matrix stands as a copy on the first stage (`embedding`) and on the last (`head`): their gradients are to be summed.
-
     The model is taken apart: use it no more. Made for models laid out like Llama (ERNIE, Qwen …); stages are compared with the
     whole model on 16 tokens. Raises ValueError for `parts` that are not all layers in order, and for a model not equal to them.
     """
@@ -134,8 +133,7 @@ class RecordedStage(PipelineStage):
 def costs(config: Any) -> list[int]:
     """Return what [embedding, layer 0, layer 1, …, output matrix] cost: the list that `balance` divides.
 
-    They are multiplications a token; looking up an embedding takes none, attention's scores are left out. Raises ValueError for
-    mixtures of experts, whose work depends on the tokens.
+    They are multiplications a token, without lookups and attention's scores. Raises ValueError for mixtures of experts.
     """
     shape = architecture(config)
     if shape.experts:
@@ -154,7 +152,6 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     layers = len(costs) - 2
     if not isinstance(stages, int) or not 1 <= stages <= layers:
         raise ValueError(f"{stages!r} stages for {layers} layers: at least 1 stage, and at most one a layer")
-
     total = np.concatenate([[0], np.cumsum(costs)])
     stage = total - total[:, None]  # [first, end]: what a stage of the items first … end − 1 costs
     first, end = np.indices(stage.shape)
@@ -174,7 +171,6 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
 def order(schedule: str, ranks: int, micro_batches: int) -> list[list[Operation]]:
     """Return what each rank does in which order in one of the `SCHEDULES`; those with several stages a rank as torch plans them.
-
     Raises ValueError for an unknown name and for numbers that the schedule does not take: 1F1B needs micro_batches ≥ ranks.
     """
     if schedule not in SCHEDULES:
@@ -208,7 +204,6 @@ def place(
 
     F needs the F of the stage before, B (or I) its own F and the B (or I) of the stage behind, W its own I. `seconds` is what
     an operation takes, by kind or by a function of it; an input from another rank comes `message` later.
-
     Raises ValueError for a text that is no operation, for one that `seconds` leaves out, and for an order in which ranks wait
     for each other for ever.
     """
@@ -225,9 +220,8 @@ def place(
         if not ready:
             rank = next(rank for rank, row in enumerate(waiting) if row)
             what, batch, stage = next(need for need in _inputs(waiting[rank][0], last) if need not in made)
-            raise ValueError(
-                f"rank {rank} waits for ever: {waiting[rank][0]} needs the {what} of micro-batch {batch} from stage {stage}"
-            )
+            needs = f"{waiting[rank][0]} needs the {what} of micro-batch {batch} from stage {stage}"
+            raise ValueError(f"rank {rank} waits for ever: {needs}")
         for rank in ready:
             each = waiting[rank].popleft()
             inputs = [made[need] for need in _inputs(each, last)]
@@ -240,10 +234,7 @@ def place(
 
 
 def idle(placed: Sequence[Sequence[Operation]]) -> float:
-    """Return the slots or seconds, over all ranks, between 0 and the last end in which a rank does nothing.
-
-    Raises ValueError, as `bubble` does, for operations without times.
-    """
+    """Return slots or seconds of all ranks, up to the last end, without work; ValueError for operations without times."""
     return len(placed) * _span(placed) - sum(each.end - each.start for row in placed for each in row)
 
 
@@ -296,9 +287,7 @@ def _operation(given: Operation | str, rank: int) -> Operation:
         return given
     match = re.fullmatch(r"([FBIW])(\d+)", str(given))
     if match is None:
-        raise ValueError(
-            f'{given!r} is no operation: write "F0" for the forward pass of micro-batch 0, "B0" for its backward pass'
-        )
+        raise ValueError(f'{given!r} is no operation: write "F0" for the forward pass of micro-batch 0, "B0" for its backward')
     return Operation(match[1], int(match[2]), rank)
 
 
@@ -306,7 +295,5 @@ def _inputs(each: Operation, last: int) -> list[tuple[str, int, int]]:
     """What must exist before an operation: (what, micro-batch, stage)."""
     if each.kind == "F":
         return [("output", each.micro_batch, each.stage - 1)] if each.stage else []
-    if each.kind == "W":
-        return [("gradient", each.micro_batch, each.stage)]
-    behind = [("gradient", each.micro_batch, each.stage + 1)] if each.stage < last else []
-    return [("output", each.micro_batch, each.stage), *behind]
+    own, behind = ("gradient", each.micro_batch, each.stage), ("gradient", each.micro_batch, each.stage + 1)
+    return [own] if each.kind == "W" else [("output", each.micro_batch, each.stage), *([behind] if each.stage < last else [])]
