@@ -112,8 +112,7 @@ def _of_error(error: LaunchError) -> Diagnosis:
     ranks = () if error.rank is None else (error.rank,)
     own = isinstance(error, RankFailed) and error.rank is not None and "closed the connection before" not in message
     if own and sighting and sighting.fault.says == "consequence" and sighting.ranks and error.rank not in sighting.ranks:
-        raised = next(fault for fault in faults() if fault.predicate == "one raised")  # the others only say that it is gone
-        return _named(raised, (message.splitlines()[0], sighting.texts[0], *_where(error)), ranks)
+        return _named(_raised(), (message.splitlines()[0], sighting.texts[0], *_where(error)), ranks)
     if sighting:
         difference = (str(case.mismatch),) if case.mismatch and sighting.fault.says != "cause" else ()
         return _named(sighting.fault, (*sighting.texts, *_where(error), *difference), ranks or tuple(sorted(sighting.ranks)))
@@ -137,7 +136,7 @@ def _of_log(read: reading.Reading) -> Diagnosis:
     own = {rank: line for rank, line in read.exceptions.items() if rank is not None}
     if sighting and sighting.fault.says == "consequence" and own:
         victims = [other.ranks for other in read.sightings.values() if other.fault.says == "consequence"]
-        raised = next(fault for fault in faults() if fault.predicate == "one raised")
+        raised = _raised()
         if len(own) == 1 or set().union(*victims) - own.keys():  # the others only say that this rank is gone
             culprit = read.failed_rank if read.failed_rank in own else next(iter(own))
             told = (f"rank {culprit} raised {own[culprit]}", f"line {sighting.line}: {sighting.texts[0]}")
@@ -172,6 +171,11 @@ def _by_predicate(case: Case) -> tuple[Fault, tuple[str, ...]] | None:
         if fault.predicate and (evidence := PREDICATES[fault.predicate](case)):
             return fault, evidence
     return None
+
+
+def _raised() -> Fault:
+    """The fault of a rank that raised, of which the others only say that it is gone."""
+    return next(fault for fault in faults() if fault.predicate == "one raised")
 
 
 def _named(fault: Fault, evidence: tuple[str, ...], ranks: tuple[int, ...]) -> Diagnosis:

@@ -59,7 +59,8 @@ def find(collectives: Sequence[Collective], ended: bool = True) -> Mismatch | No
         row = next(found for found in (_row(c, waiting) for c in waiting.values()) if roots & found.keys())
     if row is None:
         depths = range(1 + max((len(collective.callers) for collective in collectives), default=0))
-        return next(filter(None, (_swapped(collectives, depth) for depth in depths)), None)
+        rows = _rows(collectives)
+        return next(filter(None, (_swapped(rows, depth) for depth in depths)), None)
     elsewhere = {
         rank: waiting[rank]
         for rank, collective in row.items()
@@ -92,7 +93,7 @@ def _rows(collectives: Sequence[Collective]) -> list[list[tuple[Collective, ...]
     return [list(zip(*(by_rank[rank] for rank in group), strict=False)) for group, by_rank in issued.items()]
 
 
-def _swapped(collectives: Sequence[Collective], depth: int) -> Mismatch | None:
+def _swapped(groups: list[list[tuple[Collective, ...]]], depth: int) -> Mismatch | None:
     """Two operations that rank a issues in the order A, B and rank b in the order B, A: of one group and kind, told apart by the
     text of their lines, which may stand in two branches, and of the `depth` nearest lines that led there.
 
@@ -101,7 +102,7 @@ def _swapped(collectives: Sequence[Collective], depth: int) -> Mismatch | None:
     where branches often do so. A loop over names issues both from one line: that is not seen.
     """
     found = []
-    for rows in _rows(collectives):
+    for rows in groups:
         alike = [row for row in rows if all(c.op in ALIKE and c.source for c in row)]
         places = [(row, tuple(_lines(c, depth) for c in row)) for row in alike]
         passed = [set(column) for column in zip(*(lines for _, lines in places), strict=True)]
