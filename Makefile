@@ -31,6 +31,7 @@ book: ## build the course as a website: build/book/html/index.html
 	@$(RUN) tools/book.py
 
 walk: set-up ## run every notebook in a browser as a learner does, and keep screenshots of all of it: build/walk
+	@mkdir -p build  # pytest makes the last folder of --basetemp only
 	@$(ON_CPU) WORKSHOP_WALK=1 $(RUN) -m pytest tests/browser -k top_to_bottom -v --basetemp=build/walk
 
 bench: ## measure this machine: launch latency side by side with other launchers, recorder on and off
