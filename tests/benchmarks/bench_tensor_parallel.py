@@ -46,8 +46,8 @@ def decode(repeats: int) -> Findings:
         f"Two ranks decode {speed} sequences times as fast as one",
         [
             repr(link),
-            f"samples of {STEPS} steps, the slower rank counts; the share is a model of half the heads and half the MLP under the "
-            f"same plan, and each all-reduce that was fitted came after {1e3 * WORK} ms of other work",
+            f"samples of {STEPS} steps, the slower rank counts; the share is a model of half the heads and half the MLP under "
+            f"the same plan, and each all-reduce that was fitted came after {1e3 * WORK} ms of other work",
         ],
     )
 

@@ -57,10 +57,8 @@ def lab(executable, tmp_path_factory):
     folder = course / "my_notebooks"
     folder.mkdir()
     write(folder / "stop.ipynb", to_notebook(STOP))
-    with pytest.MonkeyPatch.context() as patch:  # one record for all of them, as in a learner's own checkout
-        patch.setenv("WORKSHOP_RECORD", str(folder / ".record.jsonl"))
-        with workshop(folder, tmp_path_factory.mktemp("jupyter")) as running:
-            yield running
+    with workshop(folder, tmp_path_factory.mktemp("jupyter")) as running:
+        yield running
 
 
 @pytest.fixture

@@ -60,6 +60,7 @@ def workshop(folder: Path, scratch: Path) -> Iterator[Workshop]:
     (scratch / "config" / "jupyter_lab_config.json").write_text(json.dumps({"LabApp": {"expose_app_in_browser": True}}))
     environment = execution_environment(scratch) | {
         "CI": "true",  # lab.py opens no browser
+        "WORKSHOP_RECORD": str(folder / ".record.jsonl"),  # one for all notebooks, as a learner's own checkout has it
         "JUPYTER_CONFIG_DIR": str(scratch / "config"),
         "JUPYTER_DATA_DIR": str(scratch / "data"),
         "JUPYTER_RUNTIME_DIR": str(scratch / "runtime"),
