@@ -145,7 +145,7 @@ class _Check:
         whole = {name: next((layer for layer in layers if within(name, layer)), name) for name in missing}
         if missing:
             named = ", ".join(_as_ranges(list(dict.fromkeys(whole.values()))))
-            self._add(named, "has no tier (transformers may take the CPU, without a word)", "a key for each")
+            self._add(named, "has no tier (refused, or all goes to the CPU, without a word)", "a key for each")
         for layer in layers:
             parts = {str(self.tier_of.get(name)) for name in holders if within(name, layer)} - {"None"}
             if len(parts) > 1:

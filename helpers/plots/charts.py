@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -103,8 +104,8 @@ def bars(
             axes.annotate(f" {amount(end, unit)}", (end * factor, top + place), va="center", fontsize=9, **ground)
         ticks.append(top + (len(drawn) - 1) / 2)
         top += len(drawn) + gap
-    for name, limit in limits.items():
-        axes.axvline(limit * factor, color="black", linestyle="--", label=f"{name}: {amount(limit, unit)}")
+    for (name, limit), dashes in zip(limits.items(), itertools.cycle(("--", ":", "-.")), strict=False):
+        axes.axvline(limit * factor, color="black", linestyle=dashes, label=f"{name}: {amount(limit, unit)}")
     axes.set(xlabel=f"{label} ({shown})" if label and shown else label or shown)
     axes.set_yticks(ticks, list(rows))
     axes.invert_yaxis()
