@@ -3,6 +3,7 @@
 import contextlib
 import re
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,9 +11,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from helpers import equivalence
+from helpers.launching import Run
 
 ROWS = 24
 FAULTS = {
@@ -322,3 +325,97 @@ def test_samples_without_an_order_are_compared_too():
 
     assert equivalence.compare(by_name).equal
     assert [f.fault for f in equivalence.compare(by_name, mistake=True).findings] != []
+
+
+# ------------------------------------------------------------------------------------------------- what one rank took down
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+def seen(outputs=None, weight=0.5, gradient=1.0, loss=1.0, samples=()):
+    model = nn.Linear(4, 3, bias=False)
+    nn.init.constant_(model.weight, weight)
+    model.weight.grad = torch.full_like(model.weight, gradient)
+    return equivalence.observe(model, loss=loss, outputs=outputs, samples=samples)
+
+
+def judged(one, other):
+    """The comparison of a run on one rank and one on two alike."""
+    return equivalence.judge(*(Run(count, "cpu", "gloo", results=[each] * count) for count, each in ((1, one), (2, other))))
+
+
+def with_one(value):
+    outputs = torch.arange(6.0).view(2, 3)
+    outputs[1, 1] = value
+    return outputs
+
+
+@pytest.mark.parametrize("value", [NAN, INFINITE, -INFINITE])
+@pytest.mark.parametrize("what", ["gradient", "weight", "loss"])
+def test_a_value_that_is_no_number_is_found_on_either_side(what, value):
+    for sides in ((seen(), seen(**{what: value})), (seen(**{what: value}), seen())):
+        assert [finding.fault for finding in judged(*sides).findings] == ["a NaN arises"]
+
+
+@pytest.mark.parametrize("name", ["", "layer"])
+@pytest.mark.parametrize("value", [NAN, INFINITE, -INFINITE])
+def test_outputs_that_are_no_numbers_differ_from_those_that_are_and_masks_are_equal(name, value):
+    right, wrong = (seen({name: with_one(each)}) for each in (4.0, value))
+    for sides in ((right, wrong), (wrong, right)):
+        assert [finding.fault for finding in judged(*sides).findings] == ["outputs differ"]
+    assert judged(wrong, wrong).equal == (value == value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        (
+            {"outputs": {"a": torch.ones(2)}},
+            {"outputs": {"b": torch.ones(2)}},
+            r"given \['a'\] in the run of 1, \['b'\] in that of 2",
+        ),
+        ({"outputs": torch.ones(2)}, {}, r"\[''\] in the run of 1, \[\] in"),
+        ({}, {"outputs": torch.ones(2)}, r"\[\] in the run of 1, \[''\] in"),
+        ({}, {"loss": None}, r"\['loss'\] in the run of 1, \[\] in"),
+    ],
+)
+def test_what_only_one_run_has_is_not_called_equal(one, other, says):
+    with pytest.raises(ValueError, match=says):
+        judged(seen(**one), seen(**other))
+
+
+@pytest.mark.parametrize("form", [list, tuple, torch.tensor, numpy.array, iter])
+def test_samples_may_be_a_list_or_an_array(form):
+    assert seen(samples=form([3, 1, 2])).epochs == ((3, 1, 2),)
+    assert seen(samples=form([[3, 1], [1, 3]])).epochs == ((3, 1), (1, 3))
+
+
+class Checkpointed(nn.Module):
+    """A block that is computed again in backward, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(checkpoint(self.block, x, use_reentrant=False))
+
+
+def test_layers_that_a_checkpoint_computes_again_are_kept_once():
+    model = Checkpointed()
+    with equivalence.layers(model) as kept:
+        model(torch.ones(5, 4)).mean().backward()
+    assert {name: len(rows) for name, rows in kept.items()} == dict.fromkeys(["block.0", "block.1", "block", "head", ""], 5)
+
+
+def test_dropout_is_off_in_attention_whose_arguments_have_no_names():
+    query = torch.arange(8.0).view(1, 1, 4, 2)
+
+    def job():
+        outputs = nn.functional.scaled_dot_product_attention(query, query, query, None, 0.5, True)
+        return equivalence.observe(nn.Linear(1, 1), outputs=outputs)
+
+    comparison = equivalence.compare(job)
+    assert comparison.equal
+    wanted = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    torch.testing.assert_close(comparison.runs[1].results[1].outputs[""], wanted)

@@ -93,13 +93,19 @@ def judge(few: Run, many: Run) -> Comparison:
 
     How often gradients are exchanged is judged where `observe` was given `steps` or `rates`; `compare` counts steps itself.
 
-    Raises TypeError where a rank did not return `observe(...)`, ValueError for parameters whose shapes differ without `shards`.
+    Raises TypeError where a rank did not return `observe(...)`, ValueError for parameters whose shapes differ without `shards`,
+    and for outputs with no name in common, or a loss, that only one of the two runs has.
     """
     for seen in [*few.results, *many.results]:
         if not isinstance(seen, Observation):
             raise TypeError(f"the job returned {type(seen).__name__}; it must end with return equivalence.observe(model, …)")
     sides = Side(few), Side(many)
     cause = next((found for of in CAUSES if (found := of(*sides))), [])
+    given = [(side.held["outputs"].keys(), {"loss" for seen in side.seen if seen.loss is not None}) for side in sides]
+    for here, there in zip(*given, strict=True) if not cause else ():
+        if (here or there) and not here & there:
+            told = f"observe was given {sorted(here)[:3]} in the run of {few.ranks}, {sorted(there)[:3]} in that of {many.ranks}"
+            raise ValueError(f"{told}: nothing that can be compared; give the same outputs and loss in both")
     signs = [] if cause else [found for of in SIGNS for found in of(*sides)]  # what follows from a cause is not listed beside it
     samples = [] if sharing.of_inputs(*sides) else judging.of_samples(*sides)
     findings = [*samples, *cause, *signs, *sharing.of_random(*sides)]
@@ -123,8 +129,10 @@ class _WithoutDropout:
             setattr(torch.nn.functional, name, lambda input, *_, **__: input)
         attention = torch.nn.functional.scaled_dot_product_attention
 
-        def undropped(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
-            return attention(query, key, value, attn_mask, 0.0, **rest)
+        def undropped(
+            query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **rest: Any
+        ) -> Any:
+            return attention(query, key, value, attn_mask, 0.0, *more, **rest)
 
         torch.nn.functional.scaled_dot_product_attention = undropped  # type: ignore[assignment]
         made: Counter[int] = Counter()

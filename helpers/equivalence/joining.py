@@ -115,8 +115,11 @@ def outputs(few: Side, many: Side) -> dict[str, list[tuple[Copy, Any]]]:
 
 
 def distance(a: Any, b: Any, least: float = 1e-30) -> float:
-    """The norm of the difference as a share of that of `b`, or of `least` where that is larger; infinite for other shapes."""
-    return (a - b).norm().item() / max(b.norm().item(), least) if a.shape == b.shape else float("inf")
+    """The norm of the difference over that of `b`, or of `least` where that is larger; infinite for other shapes or NaN."""
+    if a.shape != b.shape:
+        return float("inf")
+    apart = (a - b).masked_fill(a == b, 0).norm().item() / max(b[b.isfinite()].norm().item(), least)
+    return apart if apart == apart else float("inf")
 
 
 def distances(few: Side, many: Side, what: str) -> dict[str, float]:

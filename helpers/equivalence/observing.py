@@ -47,7 +47,7 @@ def observe(
     *,
     loss: Any = None,
     tokens: float | None = None,
-    samples: Sequence[Any] | None = None,
+    samples: Any = None,
     draws: Any = None,
     outputs: Any = None,
     mesh: Any = None,
@@ -66,7 +66,7 @@ def observe(
         model: the module, wrapped or not; of a pipeline this rank's stage.
         loss: this rank's loss, the mean over its own tokens (or samples). In a pipeline the last stage's; None on the others.
         tokens: how many tokens (or samples) that mean is over; needed where ranks have unequal numbers of them.
-        samples: ids of the samples this rank trained on, in order; a list of such lists for several epochs.
+        samples: ids of the samples this rank trained on, in order, a sequence or tensor; a list of lists for several epochs.
         draws: random numbers this rank used for augmentation, if any.
         outputs: a tensor (of any shape) that must be the same on every number of ranks, or several by name, such as those of
             `layers`. None on ranks that have none.
@@ -105,7 +105,8 @@ def observe(
     if unknown := set(random or ()) - {"same", "own"}:
         raise ValueError(f'random has {", ".join(sorted(unknown))}; it knows "same" and "own"')
     states = [each for p in named.values() for each in (p, p.grad) if each is not None]
-    epochs = samples if samples and isinstance(samples[0], (list, tuple)) else [samples or ()]
+    ids = [] if samples is None else samples.tolist() if hasattr(samples, "tolist") else list(samples)
+    epochs = ids if ids and isinstance(ids[0], (list, tuple)) else [ids]
     return Observation(
         loss=_plain(loss),
         tokens=tokens,

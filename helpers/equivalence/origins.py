@@ -143,7 +143,8 @@ def layers(model: Any, pattern: str = "*") -> Iterator[dict[str, Any]]:
     names = {module: name for name, module in model.named_modules() if fnmatchcase(name, pattern)}
 
     def keep(module: Any, args: Any, output: Any) -> None:
-        first = next(iter([] if _rehearsed() else _tensors(output)), None)
+        again = torch._C._current_graph_task_id() != -1  # within backward: a checkpoint is computed again
+        first = next(iter([] if again or _rehearsed() else _tensors(output)), None)
         if first is not None and first.ndim:
             name = names[module]
             before = [kept[name]] if name in kept else []

@@ -13,21 +13,24 @@ PACES = (2, 3, 4, 6, 8, 12, 16, 32, 1 / 2, 1 / 3, 1 / 4, 1 / 8)  # speeds of a s
 
 
 def of_nan(few: Side, many: Side) -> list[Finding]:
-    """A value that is no finite number in gradients or losses; `first_nan` tells where it arose."""
-    first = origins.origin(many.seen)
-    marred = [
-        rank
-        for rank, seen in enumerate(many.seen)
-        if seen.origin or seen.loss != seen.loss or not all(each.isfinite().all() for each in seen.gradients.values())
-    ]
+    """A value that is no finite number in gradients, parameters or losses; `first_nan` tells where it arose."""
+    first, marred = origins.origin(many.seen), _marred(many)
     if not marred:
-        return []
+        return [finding("a NaN arises", f"on {len(few)} rank{'s' * (len(few) > 1)} only")] if _marred(few) else []
     evidence = str(first) if first else "where it arose was not watched: observe(nan=…) with first_nan"
     if others := [rank for rank in marred if first is None or rank != first.rank]:
         evidence += f"; ranks with it afterwards: {', '.join(map(str, others))}"
     if first and not origins.origin(few.seen):
         evidence += f"; not on {len(few)} rank{'s' * (len(few) > 1)}"
     return [finding("a NaN arises", evidence)]
+
+
+def _marred(side: Side) -> list[int]:
+    import torch
+
+    values = [(*seen.gradients.values(), *seen.parameters.values(), torch.tensor(seen.loss or 0.0)) for seen in side.seen]
+    finite = [all(each.isfinite().all() for each in own) for own in values]
+    return [rank for rank, seen in enumerate(side.seen) if seen.origin or not finite[rank]]
 
 
 def of_inputs(few: Side, many: Side) -> list[Finding]:
