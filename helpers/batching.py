@@ -59,9 +59,11 @@ class Batcher:
         return self._queue.qsize()
 
     async def answer(self, jobs: Sequence[Job]) -> Answers:
-        """The continuations, in the order of `jobs`. Raises Refused: 429 where the queue is full, 503, 500."""
+        """The continuations, in the order of `jobs`. Raises Refused: 422 (they never fit the queue), 429 (now), 503, 500."""
         if self.closed:
             raise Refused(503, self.closed)
+        if len(jobs) > self._bound:
+            raise Refused(422, f"{len(jobs)} prompts in one request, but {self._bound} may wait; send fewer at a time")
         if self.waiting + len(jobs) > self._bound:
             raise Refused(429, f"the queue is full: {self.waiting} prompts wait and {self._bound} may; ask again later")
         self.accepted += len(jobs)

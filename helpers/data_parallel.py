@@ -63,6 +63,8 @@ def complete(model: PreTrainedModel, rows: Sequence[Sequence[int]], new_tokens: 
     if not rows:
         return []
     width, ends = max(map(len, rows)), end_tokens(model)
+    if width + max(new_tokens) > context:  # each fits, but not filled up to the longest
+        return [complete(model, [row], [new])[0] for row, new in zip(rows, new_tokens, strict=True)]
     ids = torch.zeros(len(rows), width, dtype=torch.long, device=model.device)  # (B, T)
     mask = torch.zeros_like(ids)
     for place, row in enumerate(rows):
@@ -79,8 +81,8 @@ def complete(model: PreTrainedModel, rows: Sequence[Sequence[int]], new_tokens: 
 
 
 def end_tokens(model: PreTrainedModel) -> set[int]:
-    """The ids that end a text."""
-    end = model.config.eos_token_id
+    """The ids at which `generate` ends a text."""
+    end = model.generation_config.eos_token_id  # type: ignore[union-attr]
     return set(end) if isinstance(end, list) else {end}
 
 

@@ -89,14 +89,59 @@ def test_a_full_queue_refuses_and_takes_again_when_there_is_room():
         assert batcher.waiting == 3
         with pytest.raises(Refused, match="queue is full: 3 prompts wait and 3 may") as refusal:
             await batcher.answer(jobs(4))
+        with pytest.raises(Refused, match="4 prompts in one request, but 3 may wait") as never:
+            await batcher.answer(jobs(5, 6, 7, 8))
         release.set()
         assert await first == [[0]]
         assert await waiting == [[1], [2], [3]]
         assert await batcher.answer(jobs(4)) == [[4]]
         batcher.close()
-        return refusal.value.status
+        return refusal.value.status, never.value.status
 
-    assert run(work()) == 429
+    assert run(work()) == (429, 422)
+
+
+def test_prompts_that_come_one_by_one_fill_a_batch_before_another_replica_gets_any():
+    sizes = []
+
+    def replica(batch):
+        sizes.append(len(batch))
+        return echo(batch)
+
+    async def work():
+        batcher = Batcher([replica, replica], batch_size=8, max_wait=50, bound=100)
+        asked = []
+        for number in range(8):
+            asked.append(asyncio.create_task(batcher.answer(jobs(number))))
+            while batcher.accepted <= number or batcher.waiting:
+                await asyncio.sleep(0)  # until a replica has taken it
+        found = await asyncio.gather(*asked)
+        batcher.close()
+        return found
+
+    assert run(work()) == [[[number]] for number in range(8)]
+    assert sizes == [8]
+
+
+def test_who_has_gone_does_not_end_the_replica():
+    started, release = threading.Event(), threading.Event()
+
+    def replica(batch):
+        started.set()
+        assert release.wait(60)
+        return echo(batch)
+
+    async def work():
+        batcher = Batcher([replica], batch_size=1, max_wait=0, bound=10)
+        gone = asyncio.create_task(batcher.answer(jobs(0)))
+        await asyncio.to_thread(started.wait, 60)
+        gone.cancel()
+        release.set()
+        found = await batcher.answer(jobs(1))
+        batcher.close()
+        return found
+
+    assert run(work()) == [[1]]
 
 
 def test_a_batch_that_fails_is_answered_500_and_the_next_one_is_computed():

@@ -20,6 +20,19 @@ def tiny():
     return models.load("tiny-ernie")
 
 
+def random_model():
+    """The tiny model with random matrices: its choices depend on all it is given."""
+    import torch
+
+    model, _ = models.load("tiny-ernie")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    return model
+
+
 def test_prompts_are_what_their_script_writes(tmp_path):
     script = data_parallel.PROMPTS.parents[1] / "tools" / "make_prompts.py"
     subprocess.run([sys.executable, script, "--file", tmp_path / "again.jsonl"], check=True, capture_output=True, timeout=120)
@@ -64,6 +77,9 @@ def test_sorting_never_wastes_more_than_any_other_order_where_all_batches_are_fu
 def test_a_batch_gives_each_prompt_the_continuation_it_gets_alone(tiny):
     model, tokenizer = tiny
     rows = tokenizer([*data_parallel.prompts(6), "these children who wait in the garden"]).input_ids
+    anything = random_model()  # what the trained one says does not depend on a word or two beside the prompt
+    answers = [data_parallel.complete(anything, [row], [12])[0] for row in rows]
+    assert data_parallel.complete(anything, rows, [12] * len(rows)) == answers
     alone = [data_parallel.complete(model, [row], [12])[0] for row in rows]
     assert data_parallel.complete(model, rows, [12] * len(rows)) == alone
     assert any(tokens[-1] == model.config.eos_token_id for tokens in alone)
@@ -88,6 +104,31 @@ def test_what_cannot_be_completed_is_an_error_and_nothing_is_nothing(tiny):
         data_parallel.complete(model, [[5], [5] * 4090], [1, 7])
     with pytest.raises(ValueError, match="at least 1 token"):
         data_parallel.complete(model, [[]], [1])
+
+
+def test_a_text_ends_where_generate_ends_it():
+    model = random_model()
+    row = [5, 6, 7]
+    text = data_parallel.complete(model, [row], [12])[0]
+    model.generation_config.eos_token_id = [model.config.eos_token_id, text[3]]
+    assert data_parallel.end_tokens(model) == {model.config.eos_token_id, text[3]}
+    assert data_parallel.complete(model, [row, [8, 9]], [12, 12])[0] == text[: text.index(text[3]) + 1]
+    model.generation_config.eos_token_id = None
+    assert data_parallel.complete(model, [row], [12])[0][: len(text)] == text
+
+
+def test_rows_that_fit_only_each_for_itself_are_completed_one_by_one():
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+    model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=49, eos_token_id=49)).eval()
+    model.generation_config.eos_token_id = None
+    rows, new = [[1] * 30, [2] * 3], [2, 25]
+    found = data_parallel.complete(model, rows, new)
+    assert [len(tokens) for tokens in found] == new
+    assert found == [data_parallel.complete(model, [row], [most])[0] for row, most in zip(rows, new, strict=True)]
 
 
 def test_ranks_share_a_queue():

@@ -107,7 +107,7 @@ def test_models_and_health():
         (completion("3", temperature=0.7), 422, "decodes greedily"),
         (completion("3", stream=True), 422, "replies in one piece"),
         (completion("3", best_of=2), 422, "best_of: Extra inputs are not permitted"),
-        (completion(["3"] * 9), 429, "the queue is full: 0 prompts wait and 8 may"),
+        (completion(["3"] * 9), 422, "9 prompts in one request, but 8 may wait; send fewer"),
         (completion("3", model="other"), 404, "there is no model 'other' here; this server has 'words'"),
         (("POST", "/v1/completions", {"content": b"{"}), 422, "Invalid JSON"),
         (("POST", "/v1/completions", {"content": b"x" * (MOST_BYTES + 1)}), 413, "longer than 1,048,576 bytes"),
