@@ -15,10 +15,14 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from helpers.measuring.sources import describe_line, is_learner_file
+
+# what torch and `Entry` read later
+_KEYS = ("record_id", "time_created_ns", "input_sizes", "input_dtypes", "output_sizes", "output_dtypes")
 
 
 class _Plain(pickle.Unpickler):
@@ -70,11 +74,12 @@ def read(files: Iterable[str | os.PathLike[str]]) -> Summary:
     """
     paths = sorted(map(Path, files))
     names = [re.search(r"(\d+)(\.[A-Za-z]\w*)?$", path.name) for path in paths]
-    dumps = {int(name[1]): _load(path) for name, path in zip(names, paths, strict=True) if name}
+    dumps = {int(name[1]): path for name, path in zip(names, paths, strict=True) if name}
     if not dumps or len(dumps) < len(paths):
         raise ValueError(f"there must be one dump of each rank, named by it: trace_0 …; these are {[p.name for p in paths]}")
-    entries = {rank: [_entry(raw) for raw in dumps[rank]["entries"]] for rank in sorted(dumps)}
-    groups = _groups(dumps, entries)
+    loaded = {rank: _load(dumps[rank]) for rank in sorted(dumps)}
+    entries = {rank: own for rank, (own, _) in loaded.items()}
+    groups = _groups(entries) | {name: group for _, stated in loaded.values() for name, group in stated.items() if group}
     return Summary(
         {rank: next((each for each in reversed(own) if each.done), None) for rank, own in entries.items()},
         {rank: tuple(each for each in own if not each.done) for rank, own in entries.items()},
@@ -83,23 +88,26 @@ def read(files: Iterable[str | os.PathLike[str]]) -> Summary:
     )
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path) -> tuple[list[Entry], dict[str, set[int]]]:
+    """What one rank issued, and the ranks of each group, as far as the recorder says them."""
     content = path.read_bytes()
     try:
         dump = json.loads(content) if content.lstrip().startswith(b"{") else _Plain(io.BytesIO(content)).load()
-    except (pickle.UnpicklingError, EOFError, UnicodeDecodeError, IndexError, KeyError, AttributeError) as error:
+        if not isinstance(dump, dict) or not {"version", "pg_config"} <= set(dump):
+            raise ValueError(f'a dump has a "version" and a "pg_config"; this {type(dump).__name__} has not')
+        stated = {name: set(json.loads(group["ranks"] or "[]")) for name, group in dump["pg_config"].items()}
+        return [_entry(raw) for raw in dump.get("entries", [])], stated  # the JSON of a recorder that saw nothing has none
+    except Exception as error:  # other bytes, unpickled, raise anything
         raise ValueError(f"{path.name} is no dump of the flight recorder, neither pickle nor JSON: {error!r}") from None
-    if not isinstance(dump, dict) or not {"version", "pg_config"} <= set(dump):
-        raise ValueError(f'a dump has a "version" and a "pg_config"; this {type(dump).__name__} has not')
-    return {"entries": []} | dump  # the JSON of a recorder that saw nothing has none
 
 
 def _entry(raw: dict[str, Any]) -> Entry:
     name, about = raw["process_group"]
+    itemgetter(*_KEYS)(raw)  # raises KeyError
     frames = [each for each in raw.get("frames", []) if is_learner_file(each["filename"])]
     return Entry(
         f"{name} ({about})" if about not in ("", "undefined") else name,
-        raw["p2p_seq_id"] if raw["is_p2p"] else raw["collective_seq_id"],
+        (raw["collective_seq_id"], raw["p2p_seq_id"])[raw["is_p2p"]],
         raw["profiling_name"].partition(":")[2],
         bool(raw["retired"]) or raw["state"] == "completed",
         describe_line(frames[0]["filename"], frames[0]["line"]) if frames else None,
@@ -107,15 +115,12 @@ def _entry(raw: dict[str, Any]) -> Entry:
     )
 
 
-def _groups(dumps: dict[int, dict[str, Any]], entries: dict[int, list[Entry]]) -> dict[str, set[int]]:
-    """Ranks by a group's name; where the recorder does not say (gloo), those that used it, of the default group all."""
+def _groups(entries: dict[int, list[Entry]]) -> dict[str, set[int]]:
+    """Ranks by a group's name, as far as they used it; of the default group all. Gloo's recorder does not say which they are."""
     found: dict[str, set[int]] = {}
     for rank, own in entries.items():
         for name, about in (each.raw["process_group"] for each in own):
             found.setdefault(name, set()).update(entries if about == "default_pg" else {rank})
-    for name, group in (item for dump in dumps.values() for item in dump.get("pg_config", {}).items()):
-        if ranks := json.loads(group["ranks"] or "[]"):
-            found[name] = set(ranks)
     return found
 
 

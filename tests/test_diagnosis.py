@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from notebook_files import course_notebooks, read
 
@@ -128,6 +128,27 @@ def test_an_unrecognised_error_of_one_rank_is_shown_beside_its_victims():
     assert found.evidence[0] == "rank 2 raised KeyError: 'b'"
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("[rank1]: AssertionError", "rank 1 raised AssertionError"),
+        ("[default1]:torch.foo.BarError", "rank 1 raised torch.foo.BarError"),
+        ("(Worker_TP1 pid=33) AssertionError", "rank 1 raised AssertionError"),
+    ],
+)
+def test_an_exception_without_a_message_is_seen(line, told):
+    gone = "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1\n"
+    for log in (f"[rank1]: Traceback (most recent call last):\n{line}\n{gone}", f"{gone}{line}\n"):
+        found = diagnose(log)
+        assert (found.fault, found.ranks, found.evidence[0]) == ("one-rank-raised", (1,), told)
+
+
+def test_an_exception_is_not_every_word_that_ends_like_one():
+    assert not diagnose("AssertionError\n").healthy
+    assert diagnose("AssertionError\n").evidence == ("AssertionError",)
+    assert diagnose("it catches ValueError\nRaises: KeyError\nno Error\n").healthy
+
+
 # ----------------------------------------------------------------------------------------------------------------- I don't know
 
 
@@ -153,6 +174,7 @@ def test_files_that_are_no_logs_are_not_named(name):
 @settings(max_examples=25, deadline=None)
 @given(st.text(max_size=400))
 def test_any_text_is_read_and_none_is_guessed(text):
+    assume(not any(pattern.search(text) for fault in FAULTS.values() for _, pattern in fault.searches))  # drawn from code
     assert diagnose(text).fault is None
 
 
@@ -171,6 +193,10 @@ def test_what_diagnose_takes(tmp_path):
         diagnosis.mismatch("text")
     with pytest.raises(FileNotFoundError):
         diagnose(tmp_path / "absent.log")
+    for name in ("logs/job.log", " ../train.err\n"):
+        with pytest.raises(ValueError, match=re.escape(f"diagnose(Path({name.strip()!r}))")):
+            diagnose(name)
+    assert diagnose("see job.log\n").healthy
     assert diagnosis.mismatch(LaunchError("none was started")) is None
 
 
@@ -225,6 +251,7 @@ def test_a_sign_over_the_border_of_two_blocks_is_seen(monkeypatch):
     several = (
         "key = self.k_proj(x).view(shape)\n  frame\nRuntimeError: shape '[2, 16, -1, 32]' is invalid for input of size 512\n"
     )
+    monkeypatch.setattr(reading, "BLOCK", 16)  # its two lines are in different ones
     found = diagnose(several)
     assert found.fault == "heads-not-divisible"
     assert "(2 times)" not in found.evidence[0]

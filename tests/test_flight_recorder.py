@@ -1,5 +1,6 @@
 """Dumps of real hangs on gloo, and in the shape that NCCL's recorder writes, are summarised; strangers' pickles are not read."""
 
+import itertools
 import json
 import os
 import pickle
@@ -150,6 +151,7 @@ def test_ranks_that_issued_the_same(tmp_path):
     waiting = ("send 0->1", ((8,),), "started")
     summary = read(files(tmp_path, nccl_dump(0, [DONE, DONE, waiting]), nccl_dump(1, [DONE, DONE])))
     assert summary.difference is None
+    assert read(files(tmp_path, nccl_dump(0, [DONE, DONE]), nccl_dump(1, [DONE]))).difference is None  # the first goes on
     assert str(summary.waiting[0][0]).startswith("send 0->1 3 of group")
     assert "ranks issued the same" in str(summary)
 
@@ -171,7 +173,7 @@ def test_what_is_not_read(tmp_path):
     for text in (b"Traceback (most recent call last):", pickle.dumps(dump)[:-40]):
         with pytest.raises(ValueError, match="nccl_trace_rank_0 is no dump of the flight recorder"):
             read(files(tmp_path, text))
-    with pytest.raises(ValueError, match='"version" and a "pg_config"'):
+    with pytest.raises(ValueError, match=r'nccl_trace_rank_0 .*"version" and a "pg_config"'):
         read(files(tmp_path, b"{}"))
     with pytest.raises(ValueError, match="one dump of each rank"):
         read([])
@@ -182,3 +184,40 @@ def test_what_is_not_read(tmp_path):
         read([file.rename(tmp_path / "trace")])
     with pytest.raises(FileNotFoundError):
         read([tmp_path / "trace_0"])
+
+
+WITHOUT_TIME = {key: value for key, value in nccl_dump(0, [DONE])["entries"][0].items() if key != "time_created_ns"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{not json",
+        b"[1]",
+        b"hello, this is a log",
+        b"\x80\x04N.",
+        b"\x80\x04\x8e" + b"\xff" * 8,  # bytes of a length that no number of this machine holds
+        b"\x80\x04K\x01K\x02K\x03s.",  # an item set in a number
+        pickle.dumps([1]),
+        pickle.dumps(nccl_dump(0, []) | {"entries": [{"a": 1}]}),
+        pickle.dumps(nccl_dump(0, []) | {"entries": [1, "abc"]}),
+        pickle.dumps(nccl_dump(0, []) | {"entries": [WITHOUT_TIME]}),
+        pickle.dumps(nccl_dump(0, []) | {"pg_config": ["0"]}),
+        b'{"version": "2.10", "pg_config": {"0": {"desc": "x"}}, "entries": []}',
+    ],
+)
+def test_whatever_is_no_dump_is_refused_with_the_name_of_the_file(tmp_path, content):
+    with pytest.raises(ValueError, match="nccl_trace_rank_0 is no dump"):
+        read(files(tmp_path, content))
+
+
+def test_a_damaged_pickle_raises_nothing_else(tmp_path):
+    content, refused = pickle.dumps(nccl_dump(0, [])), []
+    for place, byte in itertools.product(range(2, len(content)), (0x28, 0x6A, 0x73, 0x85, 0xFF)):
+        damaged = files(tmp_path, content[:place] + bytes([byte]) + content[place + 1 :])
+        try:
+            read(damaged)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) > len(content)
+    assert all(told.startswith("nccl_trace_rank_0 is no dump") for told in refused)

@@ -66,12 +66,14 @@ class Diagnosis:
 def diagnose(x: LaunchError | Run | str | os.PathLike[str]) -> Diagnosis:
     """Name the fault that an error, a run or a log shows.
 
-    Raises TypeError for anything else, OSError where a log cannot be read.
+    Raises TypeError for anything else, ValueError for a path as text, OSError where a log cannot be read.
     """
     if isinstance(x, LaunchError):
         return _of_error(x)
     if isinstance(x, Run):
         return _of_run(x)
+    if isinstance(x, str) and re.fullmatch(r"\S+\.(log|txt|out|err)", x.strip()):
+        raise ValueError(f"this text is the name of a file: diagnose(Path({x.strip()!r})) reads what stands in it")
     if isinstance(x, (str, os.PathLike)):
         return _of_log(reading.read(x if isinstance(x, str) else Path(x)))
     kind = f"an exception ({type(x).__name__})" if isinstance(x, BaseException) else type(x).__name__

@@ -22,6 +22,7 @@ _RANK = re.compile(  # how torch, torchrun, srun, vLLM and launch say whose line
 )
 _FAILED_RANK = re.compile(r"Root Cause \(first observed failure\):\s+(?:.*\n){1,4}?.*?\brank\s*: (\d+) \(local_rank: \d+\)")
 _EXCEPTION = re.compile(r"(?<![\w.])((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception)): (.+)$")
+_BARE = re.compile(r"(?: pid=\d+\))?\s?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))$")  # that of a plain `assert`
 _TROUBLE = (
     *("Traceback (most recent call last)", " ERROR ", "ERROR:", "[ERROR]", "[E1", "Aborted", "core dumped", "terminate called"),
     *("FATAL", "Fatal ", "Segmentation fault", "error:", "Error: ", "Killed", "Exception: "),
@@ -112,7 +113,7 @@ def _search(reading: Reading, before: str, block: str, last: bool) -> None:
                 rank = rank_of(line_at(match.start()))
                 sighting.ranks.update([] if rank is None else [rank])
     for line in block.splitlines():
-        if "Error: " in line or "Exception: " in line:
+        if "Error: " in line or "Exception: " in line or line.endswith(("Error", "Exception")):
             _note_exception(reading, line)
     if reading.failed_rank is None and "Root Cause" in text and (summary := _FAILED_RANK.search(text)):
         reading.failed_rank = int(summary[1])
@@ -131,12 +132,13 @@ def _is_sign(match: re.Match[str]) -> bool:
 
 def _note_exception(reading: Reading, line: str) -> None:
     """Keep each rank's first exception, unless it is what a rank says when another one has failed."""
-    rank, match = rank_of(line), _EXCEPTION.search(line)
+    rank, prefix = rank_of(line), _RANK.match(line)
+    match = _EXCEPTION.search(line) or _BARE.match(line, prefix.end() if prefix else 0)
     if match is None or rank in reading.exceptions or len(reading.exceptions) >= MOST_RANKS or "ChildFailedError" in line:
         return
     consequences = [search for fault in faults() if fault.says == "consequence" for search in fault.searches]
     if not any(fixed in line and pattern.search(line) for fixed, pattern in consequences):
-        reading.exceptions[rank] = _short(match[0])
+        reading.exceptions[rank] = _short(line[match.start(1) :])
 
 
 def rank_of(line: str) -> int | None:
