@@ -144,12 +144,16 @@ def _launches(line: str, sizes: set[int], ranks: set[int]) -> list[str]:
         asked = get_args_parser().parse_args(shlex.split(line)[1:])
     except SystemExit:
         return [f"torchrun does not take: {line}"]
-    least, most = (int(number) for number in asked.nnodes.split(":"))
+    fewest, _, limit = asked.nnodes.partition(":")
+    numbers = [fewest, limit or fewest, str(asked.nproc_per_node)]
+    if not all(re.fullmatch(r"[1-9]\d*", number) for number in numbers):
+        return [f"--nnodes {asked.nnodes} --nproc-per-node {asked.nproc_per_node}: write numbers, which can be compared here"]
+    least, most, each = map(int, numbers)
     found = [] if least <= most else [f"--nnodes {asked.nnodes}: at least {least} hosts, but at most {most}"]
     if sizes != {most}:
         found.append(f"the cluster is asked for {sorted(sizes)} hosts, torchrun waits for {most}")
-    if ranks != {int(asked.nproc_per_node)}:
-        found.append(f"a host is asked for {sorted(ranks)} GPUs, torchrun starts {asked.nproc_per_node} ranks on it")
+    if ranks != {each}:
+        found.append(f"a host is asked for {sorted(ranks)} GPUs, torchrun starts {each} ranks on it")
     return found
 
 

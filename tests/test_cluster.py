@@ -80,6 +80,10 @@ def test_values_that_cannot_work_are_refused(name, values, says):
         ("slurm.sbatch", ' --cpus-per-task="$SLURM_CPUS_ON_NODE"', "", "srun gives torchrun one core"),
         ("slurm.sbatch", "--nproc-per-node 2", "--nproc-per-host 2", "torchrun does not take"),
         ("slurm.sbatch", "--nnodes 1:2", "--nnodes 3:2", "at least 3 hosts, but at most 2"),
+        ("slurm.sbatch", "--nnodes 1:2", "--nnodes=3", "asked for [2] hosts, torchrun waits for 3"),
+        ("slurm.sbatch", "--nnodes 1:2", "--nnodes $SLURM_NNODES", "--nnodes $SLURM_NNODES --nproc-per-node 2: write numbers"),
+        ("slurm.sbatch", "--nnodes 1:2", "--nnodes 0", "--nnodes 0 --nproc-per-node 2: write numbers"),
+        ("slurm.sbatch", "--nproc-per-node 2", "--nproc-per-node gpu", "--nproc-per-node gpu: write numbers"),
         ("slurm.sbatch", "torchrun", "python", "no line starts torchrun or vllm"),
         ("ray_vllm.sh", "done", "end", "bash: "),
         ("ray_vllm.sh", "--tensor-parallel-size", "--tensor-paralel-size", "vllm serve does not take --tensor-paralel-size"),
@@ -104,6 +108,10 @@ def test_what_is_wrong_is_said(name, old, new, says):
     text = render(name, **VALUES)
     assert old in text
     assert says in "\n".join(problems(text.replace(old, new)))
+
+
+def test_one_number_of_hosts_is_the_least_and_the_most():
+    assert problems(render("slurm.sbatch", **VALUES).replace("--nnodes 1:2", "--nnodes=2")) == []
 
 
 def test_both_clusters_run_the_same_line():

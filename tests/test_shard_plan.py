@@ -572,6 +572,11 @@ def test_shards_show_what_a_rank_holds():
     found = shard_plan.shards(config("llama"), plan_of("llama"), 2)
     assert found["lm_head.weight"].shapes == ((64, 64), (64, 64))
     assert found["model.norm.weight"].style is None
+    assert list(found) == [row.name for row in found.rows]
+    assert "lm_head.weight" in found
+    assert "lm_head" not in found
+    with pytest.raises(KeyError, match=r"no parameter 'lm_head'; .* such as 'model.embed_tokens.weight'"):
+        found["lm_head"]
 
 
 def test_a_plan_is_drawn_with_a_piece_for_each_rank():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,8 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Shards:
-    """What the ranks of a plan hold, parameter by parameter; a tied matrix counts once."""
+class Shards(Mapping[str, Shard]):
+    """What the ranks of a plan hold, by the parameter's name; a tied matrix counts once."""
 
     rows: tuple[Shard, ...]
     tp: int
@@ -48,7 +49,16 @@ class Shards:
         return sum(math.prod(row.shape) for row in self.rows)
 
     def __getitem__(self, name: str) -> Shard:
-        return next(row for row in self.rows if row.name == name)
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"no parameter {name!r}; names are those of named_parameters(), such as {self.rows[0].name!r}")
+
+    def __iter__(self) -> Iterator[str]:
+        return (row.name for row in self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def __repr__(self) -> str:
         """One line for each kind of parameter, the layers together, and the totals."""
