@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import gpu_measurements
 import psutil
 import pytest
 from launch_support import descendants, running, wait_until
@@ -211,3 +212,10 @@ def test_vllm_itself_refuses_what_is_refused_here():
     assert "max_num_batched_tokens (64) must be greater than or equal to max_num_seqs (128)" in found[2]
     assert "CPU id list ['0'] doesn't match local world size 2" in found[3]
     assert [diagnose(line).fault for line in (found[0], found[3])] == ["heads-not-divisible", "cpu-binding"]
+
+
+def test_what_make_gpu_check_measures_of_serving_runs_here_too():
+    assert gpu_measurements.serving_possible()
+    rows = gpu_measurements.serving()
+    assert [name for name, _ in rows] == ["until it serves", "4 requests of at most 32 tokens"]
+    assert all(seconds > 0 for _, seconds in rows)
