@@ -209,6 +209,8 @@ def _ask_driver(visible: str | None) -> tuple[tuple[Gpu, ...], tuple[tuple[int, 
         pairs = [(a, b) for b in range(len(handles)) for a in range(b)]
         links = tuple((a, b, _link(pynvml, handles[a], handles[b])) for a, b in pairs)
         return tuple(_gpu(pynvml, index, handle) for index, handle in enumerate(handles)), links
+    except pynvml.NVMLError:  # of a GPU that was lost: CUDA does not start there either
+        return (), ()
     finally:
         pynvml.nvmlShutdown()
 
@@ -227,7 +229,8 @@ def _visible_handles(nvml: Any, visible: str | None) -> list[Any]:
             if entry == index or (entry.startswith("GPU-") and uuid.startswith(entry))
         ]
         if entry.startswith("MIG-"):
-            named = [nvml.nvmlDeviceGetHandleByUUID(entry)]
+            with contextlib.suppress(nvml.NVMLError):  # it is gone
+                named = [nvml.nvmlDeviceGetHandleByUUID(entry)]
         if len(named) != 1:
             break
         if named[0] in chosen:

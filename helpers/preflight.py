@@ -5,6 +5,7 @@ Each check is a function that looks at this machine; what it can find, what that
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -91,7 +92,10 @@ def torch() -> Check:
 
 def gpu() -> Check:
     """GPUs: seen, fitting torch's build and driver, able to compute."""
-    gpus, build = machine.gpus(), machine.torch_cuda()
+    try:
+        gpus, build = machine.gpus(), machine.torch_cuda()
+    except ValueError as error:
+        return _found("GPU", "wrong", error=error)
     if not gpus:
         hidden = os.environ.get("WORKSHOP_DEVICE") == "cpu" or "CUDA_VISIBLE_DEVICES" in os.environ
         return _found("GPU", "hidden" if hidden else "none")
@@ -249,7 +253,9 @@ def main() -> int:
     """Print the machine and a line for each check; 1 if something prevents the course, else 0."""
     found = checks()
     count = {state: sum(check.state == state for check in found) for state in ("ok", "warn", "fail")}
-    print(machine.describe(), "", *found, "", sep="\n")
+    with contextlib.suppress(ValueError):  # the line on GPUs says why
+        print(machine.describe(), "", sep="\n")
+    print(*found, "", sep="\n")
     print(
         f"{count['fail']} fail, {count['warn']} warn, {count['ok']} ok:",
         "mend what fails first" if count["fail"] else "the course runs here",

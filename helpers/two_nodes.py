@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from helpers import preflight
-from helpers.launching import processes
+from helpers.launching import engine, processes
 
 __all__ = ["Host", "TwoNodes", "available", "two_nodes"]
 
@@ -84,7 +84,7 @@ class TwoNodes:
         possible, why = available()
         if not possible:
             raise RuntimeError(f"this machine cannot be two hosts: {why}")
-        code = f"import sys; sys.path[:] = {sys.path!r}; from helpers import two_nodes as here; "
+        code = f"import sys; sys.path[:] = {engine.import_path()!r}; from helpers import two_nodes as here; "
         code += f"here.guard({os.getpid()}, {_own('user')})"
         self._guardian = subprocess.Popen(
             ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", code],

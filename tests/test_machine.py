@@ -18,8 +18,11 @@ class NoDriver(Exception):
     """Stands for pynvml.NVMLError."""
 
 
-def imitate_driver(monkeypatch, gpus=2, nvlink=True, installed=True, memory=80 * GIB):
-    """Put a module in pynvml's place that reports `gpus` alike GPUs; returns the list of its calls to init and shutdown."""
+def imitate_driver(monkeypatch, gpus=2, nvlink=True, installed=True, memory=80 * GIB, lost=None):
+    """Put a module in pynvml's place that reports `gpus` alike GPUs, of which number `lost` does not answer.
+
+    Returns the list of its calls to init and shutdown.
+    """
     calls = []
 
     def init():
@@ -32,6 +35,16 @@ def imitate_driver(monkeypatch, gpus=2, nvlink=True, installed=True, memory=80 *
             raise NoDriver
         return types.SimpleNamespace(total=memory)
 
+    def by_index(index):
+        if index == lost:
+            raise NoDriver
+        return index
+
+    def by_uuid(uuid):
+        if uuid == "MIG-gone":
+            raise NoDriver
+        return uuid
+
     uuids = [f"GPU-{index}{index}aa-bb" for index in range(gpus)]
     nvml = types.SimpleNamespace(
         NVMLError=NoDriver,
@@ -40,8 +53,8 @@ def imitate_driver(monkeypatch, gpus=2, nvlink=True, installed=True, memory=80 *
         nvmlInit=init,
         nvmlShutdown=lambda: calls.append("shutdown"),
         nvmlDeviceGetCount=lambda: gpus,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetHandleByIndex=by_index,
+        nvmlDeviceGetHandleByUUID=by_uuid,
         nvmlDeviceGetUUID=lambda handle: uuids[handle] if isinstance(handle, int) else handle,
         nvmlDeviceGetName=lambda handle: "NVIDIA H200",
         nvmlDeviceGetMemoryInfo=memory_info,
@@ -126,6 +139,13 @@ def test_gpus_are_read_once_and_the_driver_is_let_go(monkeypatch):
     assert calls == ["init", "shutdown"]
 
 
+def test_a_lost_gpu_leaves_ranks_on_the_cpu(monkeypatch, cuda_build):
+    calls = imitate_driver(monkeypatch, lost=1)
+    assert machine.gpus() == ()
+    assert machine.placement(1).device == "cpu"
+    assert calls == ["init", "shutdown"]
+
+
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
@@ -138,6 +158,7 @@ def test_gpus_are_read_once_and_the_driver_is_let_go(monkeypatch):
         ("-1,0", []),
         ("0,0", []),
         ("MIG-77", ["MIG-77"]),
+        ("MIG-gone", []),
     ],
 )
 def test_cuda_visible_devices_hides_and_orders_gpus(monkeypatch, visible, expected):

@@ -124,6 +124,18 @@ def test_no_gpu_is_fine_whatever_torch_was_built_for(monkeypatch):
     assert "hidden by a variable" in preflight.gpu().meaning
 
 
+def test_a_wrong_device_is_told_with_all_else(monkeypatch, capsys):
+    monkeypatch.setenv("WORKSHOP_DEVICE", "cuda")
+    state, meaning = state_and_meaning(preflight.gpu())
+    assert state == "fail"
+    assert meaning.startswith("WORKSHOP_DEVICE is 'cuda'")
+    monkeypatch.setattr(preflight, "checks", lambda: [preflight.gpu(), preflight.python()])
+    assert preflight.main() == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("fail  GPU: WORKSHOP_DEVICE is 'cuda'")
+    assert "ok    Python: " in printed
+
+
 @pytest.mark.parametrize(("available", "state"), [(GIB // 2, "fail"), (2 * GIB, "warn"), (4 * GIB, "ok")])
 def test_memory(monkeypatch, available, state):
     monkeypatch.setattr(machine, "memory", lambda: available)

@@ -36,10 +36,13 @@ with started([sys.executable, "-c", sys.argv[1], sys.argv[2]], "http://127.0.0.1
 """
 
 
-def test_it_answers_in_the_block_and_nothing_is_left_after_it():
+def test_it_answers_in_the_block_and_nothing_is_left_after_it(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there: what is on this machine needs no proxy
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     port = free_port()
     with started([sys.executable, "-c", SERVE, str(port)], f"http://127.0.0.1:{port}", path="/") as server:
-        assert httpx.get(server.url).status_code == 200
+        assert httpx.get(server.url, trust_env=False).status_code == 200
         assert server.returncode is None
         wait_until(lambda: "child" in server.log(), "the server has printed")
         _, child, folder = server.log().split()[:3]
@@ -53,7 +56,7 @@ def test_it_answers_in_the_block_and_nothing_is_left_after_it():
     assert not psutil.pid_exists(server.pid)
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     with pytest.raises(httpx.ConnectError):
-        httpx.get(server.url)
+        httpx.get(server.url, trust_env=False)
 
 
 def test_a_server_that_ends_or_stays_silent_is_an_error_with_its_log():

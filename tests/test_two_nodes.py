@@ -479,7 +479,8 @@ def test_an_ordinary_user_has_two_hosts_too_and_nothing_is_left(tmp_path):
 
 
 @on_two_hosts
-def test_hosts_can_be_opened_again_but_not_used_while_closed():
+def test_hosts_can_be_opened_again_but_not_used_while_closed(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # a path that is no text, which Python ignores
     nodes = two_nodes(rate="1.5gbit")
     assert "closed" in repr(nodes)
     for use in (nodes.bytes_between, lambda: nodes.run(0, ["true"]), lambda: launch(add_up, ranks=2, nodes=nodes)):
