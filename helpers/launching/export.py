@@ -7,13 +7,14 @@ import base64
 import builtins
 import contextlib
 import inspect
+import io
 import linecache
 import os
 import pickle
 import symtable
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,7 @@ def _add(name: str, value: Any, parts: dict[str, str]) -> None:
             raise ValueError(f"{name!r} stands for two different things in what the job uses; give one of them another name")
         return
     parts[name] = text  # it may refer to itself
-    kind = type(value)
-    for used, found in _used(value, text) if own else [(kind.__name__, kind)] if kind.__module__ == "__main__" else []:
+    for used, found in _used(value, text) if own else _classes(value):
         _add(used, found, parts)
     parts[name] = parts.pop(name)  # behind what it needs
 
@@ -138,7 +138,34 @@ def _used(value: Any, source: str) -> list[tuple[str, Any]]:
     for function in functions:
         namespace |= inspect.getclosurevars(function).nonlocals
     names = dict.fromkeys(_free_names(symtable.symtable(source, "<job>", "exec")))
-    return [(name, namespace[name]) for name in names if name in namespace and not hasattr(builtins, name)]
+    return [(name, namespace[name]) for name in names if name in namespace and not _surroundings(name, namespace[name])]
+
+
+def _surroundings(name: str, value: Any) -> bool:
+    """Whether Python or IPython has put it into every notebook: `__name__`, `exit`, `open` with a warning."""
+    origin = str(getattr(value, "__module__", "")).partition(".")[0]
+    return name.startswith("__") or (hasattr(builtins, name) and origin == "IPython")
+
+
+class _Noting(pickle.Pickler):
+    """Notes which of the notebook's classes and functions are needed to read the pickle."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.found: dict[str, Any] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
+            self.found[obj.__name__] = obj
+        return NotImplemented
+
+
+def _classes(value: Any) -> Iterable[tuple[str, Any]]:
+    """The notebook's classes and functions, by name, that lie in a value."""
+    noting = _Noting()
+    with contextlib.suppress(Exception):  # a module, or what is imported by its name, is no value
+        noting.dump(value)
+    return noting.found.items()
 
 
 def _free_names(table: symtable.SymbolTable) -> Iterator[str]:
