@@ -69,7 +69,18 @@ def test_median_and_middle_half(samples):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(75.0, "75 s"), (1234.0, "1234 s"), (1.5, "1.5 s"), (0.0123, "12.3 ms"), (4.5e-6, "4.5 µs"), (2e-8, "20 ns"), (0.0, "0 ns")],
+    [
+        (75.0, "75 s"),
+        (1234.0, "1234 s"),
+        (999.7, "1000 s"),
+        (1.5, "1.5 s"),
+        (0.9996, "1 s"),
+        (0.0123, "12.3 ms"),
+        (9.996e-4, "1 ms"),
+        (4.5e-6, "4.5 µs"),
+        (2e-8, "20 ns"),
+        (0.0, "0 ns"),
+    ],
 )
 def test_durations_have_three_digits_and_a_unit(seconds, text):
     assert clock.show(seconds) == text

@@ -553,6 +553,26 @@ def test_an_event_cut_off_by_death_is_left_out(tmp_path):
     assert len(partial.collectives) == 1
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no imitation of a full disk here")
+def test_a_full_disk_ends_the_recording_and_nothing_else():
+    writer = journal.Journal("/dev/full")
+    writer.write("region", "no room", 1.0, 2.0)
+    assert writer._file is None, "room later would leave an event behind one that was cut off"
+    writer.write("region", "closed", 1.0, 2.0)
+    writer.close()
+
+
+def test_an_event_behind_one_that_was_cut_off_is_no_error(tmp_path):
+    path = tmp_path / "records"
+    writer = journal.Journal(str(path))
+    writer.write("issue", 0, "all_reduce", (0, 3), "float32", (2,), 8, 1.0, None, 'cell 1, line 1: f("é")', None, None)
+    writer.close()
+    event = path.read_bytes()
+    for cut in range(1, len(event)):
+        path.write_bytes(event + event[:cut] + event)
+        assert collectives.read(str(path), 3).collectives[0].op == "all_reduce"
+
+
 def test_a_rank_that_never_recorded_is_told(tmp_path):
     assert "rank 2 recorded nothing" in collectives.read(str(tmp_path / "nothing"), 2).problem
 

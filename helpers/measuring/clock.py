@@ -39,8 +39,8 @@ def shortest() -> float:
 def show(seconds: float) -> str:
     """Return a duration with three digits and a unit: ``"12.3 ms"``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}" if abs(seconds) < 1000 * size else f"{seconds / size:.0f} {unit}"
+        if abs(seconds) >= 0.9995 * size:  # which rounds up to it
+            return f"{seconds / size:.3g} {unit}" if abs(seconds) < 999.5 * size else f"{seconds / size:.0f} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
 
 

@@ -10,6 +10,7 @@ import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,14 +22,17 @@ class Journal:
 
     def __init__(self, path: str) -> None:
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._lock = threading.Lock()  # callbacks of collectives write from other threads, also when the rank has closed it
+        self._lock = threading.RLock()  # callbacks of collectives write from other threads, also when the rank has closed it
 
     def write(self, *event: Any) -> None:
-        """Write one event with one system call; nothing once the file is closed."""
+        """Write one event with one system call; nothing once the file is closed or its disk is full."""
         data = pickle.dumps(event)
         with self._lock:
             if self._file is not None:
-                os.write(self._file, data)
+                with suppress(OSError):
+                    if os.write(self._file, data) == len(data):
+                        return
+                self.close()  # there was no room: what came behind an event that was cut off could not be read
 
     def close(self) -> None:
         """Close the file."""
@@ -79,5 +83,5 @@ def _events(path: str) -> Iterator[tuple[Any, ...]]:
         while True:
             try:
                 yield pickle.load(file)
-            except (EOFError, pickle.UnpicklingError):
+            except Exception:  # the end, or an event that was cut off
                 return
