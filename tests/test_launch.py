@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
 import psutil
@@ -122,6 +124,19 @@ def test_variables_that_are_read_at_start_are_there_from_the_start():
     assert launch(job, env={"MALLOC_TRIM_THRESHOLD_": "65537"}).results == [(True, "65537")] * 2
     assert len(set(engine.workplace().engines) - engines) == 1
     assert len(engine.workplace().engines) <= engine.ENGINES_KEPT
+
+
+def test_variables_of_libraries_that_a_warm_process_has_imported_count_too():
+    def hub():
+        import accelerate  # noqa: F401  (the warm process then has it too)
+        from huggingface_hub import constants
+
+        return constants.HF_HUB_OFFLINE, constants.HF_HOME
+
+    launch(hub, ranks=1)
+    assert launch(hub, ranks=1, env={"HF_HUB_OFFLINE": "1", "HF_HOME": "/nowhere"}).results == [(True, "/nowhere")]
+    for name in ("TRANSFORMERS_CACHE", "TORCHDYNAMO_VERBOSE", "TORCHINDUCTOR_CACHE_DIR", "HUGGING_FACE_HUB_TOKEN"):
+        assert name.startswith(engine.READ_AT_START)
 
 
 def test_a_second_launch_does_not_start_another_warm_process():
@@ -627,20 +642,30 @@ def test_an_unknown_start_method_is_refused(monkeypatch):
 
 
 def test_folders_of_killed_notebooks_are_removed_and_those_of_others_are_not(tmp_path):
-    here = engine._namespace()
-    gone, alive, elsewhere, other = (
+    here = engine._place()
+    gone, alive, *others = (
         tmp_path / name
         for name in (
             f"helpers-{here}-999999999-a",
             f"helpers-{here}-{os.getpid()}-a",
-            f"helpers-{here + 1}-999999999-a",
+            f"helpers-{here}1-999999999-a",  # in another container
+            f"helpers-another_{here}-999999999-a",  # on another host
             "helpers-x",
         )
     )
-    for folder in (gone, alive, elsewhere, other):
+    for folder in (gone, alive, *others):
         folder.mkdir()
     engine._remove_orphans(str(tmp_path))
-    assert sorted(tmp_path.iterdir()) == sorted([alive, elsewhere, other])
+    assert sorted(tmp_path.iterdir()) == sorted([alive, *others])
+
+
+def test_hosts_that_share_a_temporary_folder_tell_theirs_apart(monkeypatch):
+    def place(host):
+        monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename=host))
+        return engine._place()
+
+    assert place("node-1") != place("node-2")
+    assert "-" not in place("node-1"), "it divides the parts of a folder's name"
 
 
 def test_public_names():
@@ -723,6 +748,20 @@ def test_descriptors_of_the_warm_process_do_not_grow_by_four_a_rank(tmp_path):
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
     assert (done.stdout.splitlines()[-1:], done.returncode) == (["26"], 0), done.stderr
+
+
+@pytest.mark.skipif(0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2000, reason="not more files may be open here")
+def test_a_notebook_with_many_open_files_launches(tmp_path):
+    script = tmp_path / "many.py"
+    script.write_text(
+        "import os, resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]\n"
+        "from helpers import launch\n"
+        "print(launch(lambda: 1, ranks=1).results)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert (done.stdout.splitlines()[-1:], done.returncode) == (["[1]"], 0), done.stderr
 
 
 def test_a_launch_works_after_its_folders_were_cleaned_away():

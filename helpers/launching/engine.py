@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ import psutil
 from helpers.launching import wire
 from helpers.launching.errors import LaunchError
 
-READ_AT_START = ("OMP_", "MKL_", "MALLOC_", "LD_", "NCCL_", "TORCH_", "GLOO_", "KMP_", "PYTHON", "WORKSHOP_START_METHOD")
+_BY_IMPORTED = ("TORCH", "HF_", "HUGGING", "TRANSFORMERS_")  # by libraries that a warm process has imported
+READ_AT_START = (*_BY_IMPORTED, "OMP_", "MKL_", "MALLOC_", "LD_", "NCCL_", "GLOO_", "KMP_", "PYTHON", "WORKSHOP_START_METHOD")
 MEMORY_FOLDER = "/dev/shm"
 MEMORY_NEEDED = 256 << 20  # bytes free in /dev/shm below which values go to disk: containers often have 64 MiB of it
 ENGINES_KEPT = 2  # the plain one, and the last with variables of its own
@@ -68,7 +69,7 @@ class Engine:
 
     def listen(self, seconds: float) -> list[dict[str, Any]]:
         """What comes within `seconds`. Raises LaunchError when the warm process is gone."""
-        if not select.select([self.output.descriptor], [], [], seconds)[0]:
+        if not connection.wait([self.output.descriptor], seconds):  # select knows the first 1,024 descriptors only
             return []
         messages = list(self.output.read())
         if self.output.closed:
@@ -136,7 +137,7 @@ class _Workplace:
         self.lock = threading.Lock()
         self.engines: dict[tuple[tuple[str, str], ...], Engine] = {}
         self.jobs = 0
-        name = f"helpers-{_namespace()}-{self.owner}-"
+        name = f"helpers-{_place()}-{self.owner}-"
         self.folder = self.memory = tempfile.mkdtemp(prefix=name)
         if os.access(MEMORY_FOLDER, os.W_OK) and shutil.disk_usage(MEMORY_FOLDER).free >= MEMORY_NEEDED:
             self.memory = tempfile.mkdtemp(prefix=name, dir=MEMORY_FOLDER)
@@ -200,14 +201,15 @@ def import_path() -> list[str]:
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 
-def _namespace() -> int:
-    """Where this process's number counts: containers may share a temporary folder and number their processes apart."""
-    return os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
+def _place() -> str:
+    """Where this process's number counts: hosts and containers may share a temporary folder and number their processes apart."""
+    namespace = os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
+    return f"{os.uname().nodename.replace('-', '_')}.{namespace}"
 
 
 def _remove_orphans(base: str) -> None:
     """Folders of kernels that were killed together with their warm processes."""
-    for folder in Path(base).glob(f"helpers-{_namespace()}-*-*"):
+    for folder in Path(base).glob(f"helpers-{_place()}-*-*"):
         with contextlib.suppress(OSError, ValueError):
             owner = int(folder.name.split("-")[2])
             if folder.stat().st_uid == os.getuid() and not psutil.pid_exists(owner):

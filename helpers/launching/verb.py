@@ -46,8 +46,8 @@ def launch(
         record: record every collective, send and receive in `run.collectives`.
         nodes: hosts to run on, as `with two_nodes(...) as nodes` gives them: the first half of the ranks on host 0, the rest
             on host 1, started by PyTorch's elastic agents. CPU ranks only.
-        env: variables for the ranks; those that libraries read when they start (OMP_*, MALLOC_*, NCCL_*, …) make a warm
-            process of their own, which takes seconds once.
+        env: variables for the ranks; those that libraries read when they start (OMP_*, MALLOC_*, NCCL_*, TORCH*, HF_*,
+            TRANSFORMERS_*, …) make a warm process of their own, which takes seconds once.
 
     Raises:
         RankFailed: an exception left `fn`; the message ends with that rank's own traceback.
