@@ -99,7 +99,7 @@ class GroupLayout:
             return found
         shape = architecture(config)
         if shape.heads % tp or shape.kv_heads % tp:
-            fits = [size for size in divisors(shape.kv_heads) if shape.heads % size == 0]
+            fits = divisors(shape.kv_heads)  # of which there is a whole number of attention heads each
             found.append(
                 f"heads: tp={tp} must divide {shape.heads} attention heads and {shape.kv_heads} key-value heads, or a rank gets "
                 f"a part of a head. Right: tp one of {', '.join(map(str, fits))}, or leave attention whole and split the MLP only"

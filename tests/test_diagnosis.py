@@ -128,6 +128,16 @@ def test_an_unrecognised_error_of_one_rank_is_shown_beside_its_victims():
     assert found.evidence[0] == "rank 2 raised KeyError: 'b'"
 
 
+def test_whether_a_rank_raised_on_its_own_is_told_from_who_is_gone():
+    gone = "[rank{}]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer\n"
+    two = diagnose(gone.format(0) + "[rank1]: KeyError: 'b'\n[rank2]: ValueError: c\n")
+    assert (two.fault, two.ranks, two.evidence[0]) == ("one-rank-raised", (1,), "rank 1 raised KeyError: 'b'")
+    both = diagnose(gone.format(1) + "[rank1]: KeyError: 'b'\n")  # of one rank, who then saw others go
+    assert (both.fault, both.ranks) == ("one-rank-raised", (1,))
+    alike = diagnose(gone.format(1) + gone.format(2) + "[rank1]: KeyError: 'b'\n[rank2]: KeyError: 'b'\n")
+    assert alike.fault == "peer-gone"  # no rank only says that another is gone
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -311,6 +321,13 @@ def test_an_errors_message_ends_with_its_diagnosis():
     unknown = an_error("rank 1 of 2 raised FooError: what")
     assert str(unknown) == unknown.args[0]
     assert str(unknown.diagnosis).startswith("I don't know")
+
+
+def test_what_was_recorded_is_named_before_a_sign_in_the_text_that_says_as_much():
+    run = replace(run_of("a", "b"), collectives=(made(0, 0, "a"), made(1, 0, "b", "broadcast")))
+    error = RankFailed(an_error().args[0], 1, run, exception="RuntimeError", traceback="")
+    named = FAULTS[error.diagnosis.fault]
+    assert (named.predicate, named.weight) == ("op differs", FAULTS["mixed-tensors"].weight)
 
 
 def test_what_a_victim_prints_does_not_hide_the_rank_that_raised(tmp_path):

@@ -251,6 +251,21 @@ def test_traffic_is_counted_by_operation():
         assert "1 all_reduce (36 B, 1.0 × the gradients)" in repr(more)
 
 
+def with_small_sums():
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(8, 1))
+    model(torch.ones(2, 8)).mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for _ in range(20):  # such as losses for a log
+        dist.all_reduce(torch.ones(2))
+    return equivalence.observe(model)
+
+
+def test_small_sums_are_no_exchange_of_gradients():
+    comparison = equivalence.compare(with_small_sums)
+    assert comparison.equal, comparison
+
+
 def sharded():
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(8, 2))
@@ -364,6 +379,9 @@ def test_outputs_that_are_no_numbers_differ_from_those_that_are_and_masks_are_eq
     for sides in ((right, wrong), (wrong, right)):
         assert [finding.fault for finding in judged(*sides).findings] == ["outputs differ"]
     assert judged(wrong, wrong).equal == (value == value)
+    other = with_one(value)
+    other[0, 2] = 9  # beside the mask
+    assert not judged(wrong, seen({name: other})).equal
 
 
 @pytest.mark.parametrize(
@@ -382,6 +400,17 @@ def test_outputs_that_are_no_numbers_differ_from_those_that_are_and_masks_are_eq
 def test_what_only_one_run_has_is_not_called_equal(one, other, says):
     with pytest.raises(ValueError, match=says):
         judged(seen(**one), seen(**other))
+
+
+def test_a_gradient_that_is_only_rounding_is_not_compared():
+    def key_bias(gradient):
+        model = nn.Linear(4, 3)
+        model.load_state_dict({"weight": torch.ones(3, 4), "bias": torch.ones(3)})
+        model.weight.grad, model.bias.grad = torch.ones(3, 4), torch.full((3,), gradient)
+        return equivalence.observe(model)
+
+    assert judged(key_bias(1e-9), key_bias(-1e-9)).equal
+    assert [finding.fault for finding in judged(key_bias(0.1), key_bias(-0.1)).findings] == ["gradients differ"]
 
 
 @pytest.mark.parametrize("form", [list, tuple, torch.tensor, numpy.array, iter])

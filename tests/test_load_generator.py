@@ -62,6 +62,15 @@ def test_each_request_gets_its_own_reply_also_where_a_loop_runs_already():
     assert repr(load).startswith("40 of 40 replies right in ")
 
 
+def test_a_proxy_of_the_environment_is_passed_by(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody answers
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(shout) as url:
+        assert send(url, ["a"], model="m", expected=["A"]).statuses == {200: 1}
+
+
 def test_each_request_may_ask_for_another_number_of_tokens():
     async def as_asked(body, own):
         return reply("", own, tokens=body["max_tokens"])

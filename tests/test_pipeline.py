@@ -124,6 +124,16 @@ def test_times_and_messages_move_what_depends_on_them():
     assert [(each.start, each.end) for each in placed[0]] == [(0, 1), (1, 2)]
 
 
+def test_what_stays_on_a_rank_needs_no_message():
+    ((first, second),) = pipeline.place([["F0", pipeline.Operation("F", 0, 1)]], {"F": 1}, message=5)
+    assert (first.end, second.start, second.end) == (1, 1, 2)
+
+
+def test_activations_are_kept_until_the_gradient_of_the_weights():
+    assert pipeline.in_flight(["F0", "I0", "F1", "W0"]) == 2
+    assert pipeline.in_flight(["F0", "I0", "W0", "F1"]) == 1
+
+
 def test_an_order_that_cannot_run_names_who_waits_for_what():
     with pytest.raises(ValueError, match="rank 0 waits for ever: B0 needs the gradient of micro-batch 0 from stage 1"):
         pipeline.place([["F0", "B0", "F1", "B1"], ["F1", "B1", "F0", "B0"]])
