@@ -56,6 +56,19 @@ def test_measuring_nothing_says_that_it_is_too_short():
     assert timing.note in repr(timing)
 
 
+def test_what_can_be_trusted_is_measured_anew_when_cuda_comes_into_use(monkeypatch):
+    import torch
+
+    clock._shortest.cache_clear()
+    clock.shortest()
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(1))
+    assert clock.shortest() == clock.shortest()
+    assert len(calls) == 101
+    clock._shortest.cache_clear()
+
+
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20))
 def test_median_and_middle_half(samples):
     timing = clock.Timing(tuple(samples))

@@ -191,6 +191,26 @@ def test_ddp_moves_every_gradient_once():
     assert [c for c in run.collectives if c.end is None] == []
 
 
+def test_an_end_is_written_also_where_the_thread_that_writes_it_comes_late():
+    def job():
+        import time
+
+        from torch.nn.parallel import DistributedDataParallel
+
+        done = collectives._Recorder._done
+        model = DistributedDataParallel(two_layers())
+
+        def late(*arguments):
+            time.sleep(0.2)  # as where the cores are busy: C++ has waited for the operation itself only
+            done(*arguments)
+
+        collectives._Recorder._done = late
+        step(model)
+
+    run = launch(job, ranks=2)
+    assert [c for c in run.collectives if c.end is None] == []
+
+
 def test_no_sync_moves_nothing():
     def job():
         from torch.nn.parallel import DistributedDataParallel
@@ -583,6 +603,15 @@ def test_reading_needs_no_torch():
 
 
 # The learner's line -----------------------------------------------------------------------------------------------------
+
+
+def test_the_same_line_of_two_cells_is_each_cells_own():
+    def described(filename):
+        found = {"learner_lines": sources.learner_lines, "sys": sys}
+        exec(compile("lines = learner_lines(sys._getframe())", filename, "exec"), found)
+        return found["lines"][0]
+
+    assert [described("<cell 41>"), described("<cell 42>")] == ["cell 41, line 1", "cell 42, line 1"]
 
 
 def test_lines_of_cells_and_files(tmp_path):

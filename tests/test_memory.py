@@ -1,5 +1,7 @@
 """Memory instruments are exact: hand counts, autograd's own hooks and the profiler's allocations agree with them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -295,6 +297,18 @@ def test_resident_memory_of_a_process_that_gives_back_what_it_frees():
     assert use.peak - use.before == pytest.approx(size, rel=0.03)
     assert use.after - use.before == pytest.approx(kept, rel=0.06)
     assert use.peak >= use.after
+
+
+@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError, OSError(30, "Read-only file system")])
+def test_resident_memory_is_told_where_its_peak_cannot_be_reset(monkeypatch, error):
+    def refuse(path, text):
+        raise error
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with memory.host() as use:
+        pass
+    assert use.note == "this system does not let a process reset its peak: it is the peak since the process started"
+    assert use.peak >= use.before
 
 
 def test_resident_memory_says_what_spoils_it(monkeypatch):

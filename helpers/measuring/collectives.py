@@ -35,6 +35,7 @@ from helpers.measuring.operators import OPERATORS, Operator, payload, tensors_of
 from helpers.measuring.sources import learner_lines
 
 __all__ = ["Recorded", "read", "start", "stop"]
+_LONGEST_CALL = 2.0  # seconds in which a completed future has called back, also where the cores are busy
 
 
 @dataclass(eq=False)
@@ -75,6 +76,7 @@ class _Recorder:
         self._pending: weakref.WeakKeyDictionary[Any, _Pending] = weakref.WeakKeyDictionary()  # by Work
         self._newest: deque[Any] = deque(maxlen=4)  # works that are kept until the caller holds them: Python then sees the same
         self._storages: dict[int, _Pending] = {}  # by output storage: reduce_scatters without a future that C++ waits for
+        self._futures: dict[_Pending, Any] = {}  # those that have not called back
         self._cuda: deque[tuple[int, Any]] = deque()  # (sequence, event behind the collective)
         self._cuda_zero: tuple[Any, float] | None = None  # an event, and the time at which it completed
 
@@ -117,7 +119,8 @@ class _Recorder:
         self._pending[work] = pending
         if pending.cuda or not pending.blocks:  # otherwise Python's wait for it follows at once
             with suppress(RuntimeError):  # gloo's send, receive and reduce_scatter have no future
-                work.get_future().add_done_callback(functools.partial(self._completed, pending, work))
+                self._futures[pending] = work.get_future()
+                self._futures[pending].add_done_callback(functools.partial(self._completed, pending, work))
                 pending.has_future = True
         if not pending.has_future:
             self._newest.append(work)
@@ -156,16 +159,26 @@ class _Recorder:
         try:
             future.value()
         except Exception:  # the collective failed: it has no end
+            del self._futures[pending]
             return
         if pending.cuda:
             self._cuda.append((pending.sequence, _cuda_event()))
         else:
             self._done(pending)
+        del self._futures[pending]
 
     def _done(self, pending: _Pending, work: Any = None) -> None:
         end = time.perf_counter()
         any_source = pending.operator.op == "recv" and pending.operator.peer is None
         self.journal.write("done", pending.sequence, end, pending.ranks[work._source_rank()] if any_source else None)
+
+    @_harmless
+    def finish(self) -> None:
+        """Write the ends that are not written yet: a future lets C++, which waits for it, go on before it calls back."""
+        limit = time.perf_counter() + _LONGEST_CALL
+        while any(future.done() for future in list(self._futures.values())) and time.perf_counter() < limit:
+            time.sleep(0.001)
+        self._write_cuda_ends()
 
     @_harmless
     def _write_cuda_ends(self) -> None:
@@ -280,7 +293,7 @@ def stop() -> None:
     """End what `start` began; without it nothing happens."""
     global _recorder
     if _recorder is not None:
-        _recorder._write_cuda_ends()
+        _recorder.finish()
         _recorder = None
     if journal.current is not None:
         journal.current.close()

@@ -144,7 +144,7 @@ def host() -> Iterator[HostUse]:
         use.note = f"started without {' and '.join(missing)}: freed memory may count; pass env=memory.HOST_ENVIRONMENT to launch"
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what is resident now
-    except PermissionError:
+    except OSError:  # it is read-only, or not there
         use.note = "this system does not let a process reset its peak: it is the peak since the process started"
     use.before = _resident("VmRSS")
     try:

@@ -42,12 +42,12 @@ def is_learner_file(filename: str) -> bool:
 
 
 @cache
-def _describe_place(code: CodeType, line: int, instruction: int) -> str:
+def _describe_place(filename: str, code: CodeType, line: int, instruction: int) -> str:
     """Describe the line; of one with two branches or statements, only the call that `instruction` makes."""
-    described = describe_line(code.co_filename, line)
+    described = describe_line(filename, line)  # codes of two cells may be equal
     if " else " in described or "; " in described:
         first, last, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
-        if first == last and (call := linecache.getline(code.co_filename, line).encode()[start:end].decode()):
+        if first == last and (call := linecache.getline(filename, line).encode()[start:end].decode()):
             return f"{described.partition(': ')[0]}: {call}"
     return described
 
@@ -62,7 +62,7 @@ def learner_lines(frame: FrameType | None) -> list[str]:
     while frame is not None and left:
         filename = frame.f_code.co_filename
         if is_learner_file(filename):
-            found.append(_describe_place(frame.f_code, frame.f_lineno, frame.f_lasti))
+            found.append(_describe_place(filename, frame.f_code, frame.f_lineno, frame.f_lasti))
         elif found and filename.startswith(_OWN_FOLDERS):
             break
         left -= bool(found)
