@@ -126,6 +126,18 @@ def test_variables_that_are_read_at_start_are_there_from_the_start():
     assert len(engine.workplace().engines) <= engine.ENGINES_KEPT
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the variables a process was started with")
+def test_threads_that_wait_sleep_unless_told_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+
+    def job():
+        with open("/proc/self/environ") as file:
+            return [entry for entry in file.read().split("\0") if entry.startswith("OMP_WAIT_POLICY")]
+
+    assert launch(job, ranks=1).results == [["OMP_WAIT_POLICY=PASSIVE"]]
+    assert launch(job, ranks=1, env={"OMP_WAIT_POLICY": "ACTIVE"}).results == [["OMP_WAIT_POLICY=ACTIVE"]]
+
+
 def test_variables_of_libraries_that_a_warm_process_has_imported_count_too():
     def hub():
         import accelerate  # noqa: F401  (the warm process then has it too)
@@ -311,6 +323,8 @@ REFUSED = [
     ({"timeout": float("inf")}, ValueError, "timeout=None"),
     ({"env": ["A"]}, TypeError, "env is"),
     ({"env": {"A": 1}}, TypeError, "dictionary of texts"),
+    ({"env": {"WORKSHOP_DEVICE": "cpu"}}, ValueError, "env sets WORKSHOP_DEVICE, .*: set it in os.environ"),
+    ({"env": {"CUDA_VISIBLE_DEVICES": "0"}}, ValueError, "env sets CUDA_VISIBLE_DEVICES"),
     ({"nodes": 2}, TypeError, "two_nodes"),
     ({"unknown": 2}, TypeError, "does not take these arguments"),
     ({}, TypeError, "missing a required argument: 'here'"),

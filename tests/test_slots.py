@@ -299,6 +299,21 @@ def test_the_slot_decides_which_gpu_a_rank_gets(monkeypatch, interrupted):
 # ---------------------------------------------------------------------------------------------------------------- real jobs
 
 
+def test_waiting_for_a_slot_is_no_part_of_the_start(monkeypatch):
+    @contextlib.contextmanager
+    def long_waited(*arguments):
+        yield slots.Held([], "", 1000.0)
+
+    monkeypatch.setattr(slots, "held", long_waited)
+    assert launch(lambda: 1, ranks=1).startup_seconds < 0  # the 1,000 s have not passed, and are taken off
+
+
+def test_a_rank_has_the_threads_of_its_slot(monkeypatch):
+    monkeypatch.setenv(slots.CPU_VARIABLE, "2")
+    monkeypatch.setattr(machine, "cores", lambda: 8)
+    assert launch(lambda: __import__("torch").get_num_threads(), ranks=1).results == [4]
+
+
 def test_twelve_learners_on_two_slots(tmp_path):
     (tmp_path / "hold").touch()
     with contextlib.ExitStack() as stack:
@@ -366,16 +381,13 @@ def test_a_notebook_shows_the_queue_and_an_interrupt_leaves_nothing(folder, inte
     assert tickets() == []
 
 
-def test_two_hosts_take_slots_like_any_job(monkeypatch, interrupted):
+def test_two_hosts_take_slots_like_any_job(monkeypatch):
     from helpers.two_nodes import two_nodes
 
     possible, why = two_nodes.available()
     if not possible:
         pytest.skip(why)
     monkeypatch.setenv(slots.CPU_VARIABLE, "2")
-    seen = []
-    hold_too = slots.hold_too
-    monkeypatch.setattr("helpers.launching.slots.hold_too", hold_too)
 
     def job():
         return [ticket.held for ticket in tickets()]
