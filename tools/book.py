@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -65,10 +66,23 @@ div.widget-note { font-style: italic; border-left: 3px solid #888; padding-left:
 
 
 def build(into: Path) -> list[str]:
-    """Write the site to `into` and return Sphinx's complaints, empty where all is well. What was in `into` is replaced."""
-    source = into.parent / f"{into.name}_source"
-    for folder in (source, into):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Write the site to `into` and return what was wrong, empty where all is well.
+
+    An earlier site in `into` is replaced once the new one is whole; a folder that holds anything else is left as it is.
+    """
+    if into.exists() and any(into.iterdir()) and not (into / ".buildinfo").exists():
+        return [f"{into} holds something that is no site of this course: name a new or an empty folder"]
+    with tempfile.TemporaryDirectory() as folder:
+        code, complaints = _built(Path(folder, "source"), Path(folder, "site"))
+        if not code:
+            shutil.rmtree(into, ignore_errors=True)
+            into.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(Path(folder, "site"), into)
+    return complaints
+
+
+def _built(source: Path, into: Path) -> tuple[int, list[str]]:
+    """Sphinx's exit code and complaints, for pages in the new folder `into` made of what is written to `source`."""
     figures = source / "_static" / "figures"
     figures.mkdir(parents=True)
     (source / "conf.py").write_text(CONFIGURATION, encoding="utf-8")
@@ -95,9 +109,7 @@ def build(into: Path) -> list[str]:
     complaints = [line for line in said.splitlines() if KEPT_WARNINGS.search(line)]
     if code and not complaints:
         complaints = [f"Sphinx ended with exit code {code}: {said[-2000:]}"]
-    if not code:
-        shutil.rmtree(source)
-    return complaints
+    return code, complaints
 
 
 def page(notebook: NotebookNode, name: str, figures: Path) -> NotebookNode:
