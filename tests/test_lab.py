@@ -67,6 +67,35 @@ def test_notebooks_of_unknown_origin_are_the_learners(course):
     assert (mine / "04_shard.ipynb").read_text() == "put here by hand"
 
 
+@pytest.mark.parametrize("broken", [None, "{ cut off", "[]", "null"])
+def test_without_a_record_untouched_copies_are_known_by_what_they_hold(course, broken):
+    notebooks, mine = course
+    learner_notebooks.copy_new(notebooks, mine)
+    record = mine / learner_notebooks.RECORD
+    record.unlink() if broken is None else record.write_text(broken)
+    assert learner_notebooks.copy_new(notebooks, mine) == []
+    (notebooks / "04_shard.ipynb").write_text("fourth, mended")
+    assert learner_notebooks.copy_new(notebooks, mine) == ["04_shard.ipynb: renewed, the course has a newer one"]
+    assert (mine / "04_shard.ipynb").read_text() == "fourth, mended"
+
+
+def test_an_interrupt_leaves_the_old_record(course, monkeypatch):
+    notebooks, mine = course
+    learner_notebooks.copy_new(notebooks, mine)
+    before = (mine / learner_notebooks.RECORD).read_text()
+    (notebooks / "05_new.ipynb").write_text("fifth")
+    written = Path.write_text
+
+    def full(path, text, *arguments):
+        written(path, text[:5])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space left"):
+        learner_notebooks.copy_new(notebooks, mine)
+    assert (mine / learner_notebooks.RECORD).read_text() == before
+
+
 def test_fresh_brings_a_notebook_back_and_keeps_the_learners_under_a_dated_name(course):
     notebooks, mine = course
     now = datetime(2026, 3, 1, 14, 5, 9)

@@ -46,15 +46,18 @@ def test_the_script_installs_from_its_own_folder(tmp_path, asked):
     (model / "model.safetensors").write_bytes(b"weights")
     away = tmp_path / "with space"
     offline.pack(away, model)
+    (away / "wheels").mkdir()
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tools / "make").write_text('#!/bin/sh\necho "$PWD|$PIP_NO_INDEX|$PIP_FIND_LINKS|$WORKSHOP_MODEL|$*"\n')
+    (tools / "make").write_text(
+        '#!/bin/sh\necho "$PWD|$PIP_NO_INDEX|$PIP_FIND_LINKS|$(cd "$PIP_FIND_LINKS" && pwd)|$WORKSHOP_MODEL|$*"\n'
+    )
     (tools / "make").chmod(0o755)
     environment = dict(os.environ, PATH=f"{tools}{os.pathsep}{os.environ['PATH']}")
     said = subprocess.run(
         ["sh", str(away / "start.sh"), "doctor"], env=environment, capture_output=True, text=True, check=True
     ).stdout
-    assert said.strip() == f"{away}/course|1|{away}/wheels|{away}/model/ERNIE-tiny|doctor"
+    assert said.strip() == f"{away}/course|1|../wheels|{away}/wheels|{away}/model/ERNIE-tiny|doctor"
     assert (away / "model" / "ERNIE-tiny" / "model.safetensors").read_bytes() == b"weights"
 
 

@@ -333,3 +333,9 @@ def test_vllm_that_does_not_work_is_said(tmp_path, monkeypatch, asked):
 
     monkeypatch.setattr(set_up, "run", run)
     assert set_up.install(tmp_path / ".venv", ["dev", "vllm"]) == "it is installed and does not work (ImportError: no kernels)"
+
+
+@pytest.mark.parametrize(("place", "found"), [("/proc/driver/nvidia", True), ("/usr/lib/wsl/lib/nvidia-smi", True), ("", False)])
+def test_a_driver_is_seen_where_linux_and_where_wsl_have_it(monkeypatch, place, found):
+    monkeypatch.setattr(set_up.Path, "exists", lambda path: str(path) == place)
+    assert set_up.has_driver() is found

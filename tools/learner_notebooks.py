@@ -25,10 +25,13 @@ def copy_new(notebooks: Path = NOTEBOOKS, mine: Path = MINE) -> list[str]:
     record = _read_record(mine)
     lines = []
     for original in sorted(notebooks.glob("*.ipynb")):
-        copy, name = mine / original.name, original.name
+        copy, name, digest = mine / original.name, original.name, _digest(original)
         if not copy.exists():
             lines.append(f"{name}: copied to {mine.name}/")
-        elif record.get(name) == _digest(original):
+        elif record.get(name) == digest:
+            continue
+        elif _digest(copy) == digest:  # only its record is gone
+            _note(original, mine, record)
             continue
         elif record.get(name) == _digest(copy):
             lines.append(f"{name}: renewed, the course has a newer one")
@@ -65,15 +68,22 @@ def _copy(original: Path, copy: Path, record: dict[str, str]) -> None:
     partial = copy.with_suffix(".partial")
     shutil.copyfile(original, partial)
     os.replace(partial, copy)  # a full disk or an interrupt leaves no half notebook
+    _note(original, copy.parent, record)
+
+
+def _note(original: Path, mine: Path, record: dict[str, str]) -> None:
     record[original.name] = _digest(original)
-    (copy.parent / RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    partial = mine / f"{RECORD}.partial"
+    partial.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    os.replace(partial, mine / RECORD)
 
 
 def _read_record(mine: Path) -> dict[str, str]:
     try:
-        return json.loads((mine / RECORD).read_text())
+        found = json.loads((mine / RECORD).read_text())
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _digest(path: Path) -> str:

@@ -25,8 +25,9 @@ START = """#!/bin/sh
 # Set the workshop up from this folder alone, and open it. Python {python} on {system}.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-export PIP_NO_INDEX=1 PIP_FIND_LINKS="$here/wheels" HF_HUB_OFFLINE=1{model}
 cd "$here/course"
+# pip cuts PIP_FIND_LINKS at blanks: a path from here has none
+export PIP_NO_INDEX=1 PIP_FIND_LINKS=../wheels HF_HUB_OFFLINE=1{model}
 exec make "${{1:-lab}}"
 """
 

@@ -263,8 +263,8 @@ def mend_vllm(venv):
 
 
 def has_driver():
-    """Whether an NVIDIA driver is loaded."""
-    return Path("/proc/driver/nvidia").exists()
+    """Whether an NVIDIA driver is loaded; under WSL 2 it is Windows', seen by what it shares."""
+    return any(Path(place).exists() for place in ("/proc/driver/nvidia", "/usr/lib/wsl/lib/nvidia-smi"))
 
 
 def project():
