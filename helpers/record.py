@@ -83,22 +83,25 @@ def path() -> Path | None:
 def note(kind: str, name: str, **facts: Any) -> None:
     """Append what happened to `name`, for example `note("exercise", "04.2", state="solved")`. Facts are JSON values.
 
-    One line goes out in one write, so several kernels can append to the same file.
+    One line goes out in one write, so several kernels can append to the same file; a line that was cut short stays alone.
     """
-    line = json.dumps({"kind": kind, "name": name, **facts}, ensure_ascii=False) + "\n"
+    line = json.dumps({"kind": kind, "name": name, **facts}) + "\n"  # ASCII: no byte of it is half a character
     file = path()
     if file is None:
         _memory.append(line)
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a", encoding="utf-8") as record:
-        record.write(line)
+    with open(file, "ab+") as record:
+        if record.tell():  # its length
+            record.seek(-1, os.SEEK_END)
+            line = line if record.read() == b"\n" else "\n" + line
+        record.write(line.encode())
 
 
 def notes(kind: str) -> list[dict[str, Any]]:
     """All facts noted under `kind`, oldest first. A line that a crash cut short is left out."""
     file = path()
-    lines = _memory if file is None else file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    lines = _memory if file is None else file.read_text("utf-8", "replace").split("\n") if file.exists() else []
     entries = []
     for line in lines:
         try:

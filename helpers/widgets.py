@@ -33,7 +33,8 @@ class Explorer:
         values = {name: control.value for name, control in self.controls.items()}
         figure = self.draw(**values)
         if not isinstance(figure, Figure):
-            raise TypeError(f"{self.draw.__name__}({values}) returned {figure!r}; it must return a figure of helpers.plots")
+            name = getattr(self.draw, "__name__", self.draw)
+            raise TypeError(f"{name}({values}) returned {figure!r}; it must return a figure of helpers.plots")
         return figure
 
     def _moved(self, _: Any) -> None:

@@ -193,6 +193,26 @@ def test_a_linear_sweep_has_the_unit_in_its_label_and_starts_at_zero():
     assert list(axes.lines[0].get_ydata()) == [500, 300, 200]
 
 
+def test_values_by_rank_number_are_compared():
+    figure = plots.compare(predicted={0: 1, 1: 2}, measured={0: 1, 1: 2}, unit="messages")
+    assert figure.finding.splitlines()[1].startswith("1: predicted 2 messages, measured 2 messages")
+    assert plots.compare(measured={0: 3}, unit="messages").finding == "0: measured 3 messages"
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "more", "message"),
+    [
+        ([], [], {}, "no series has a point: there is nothing to draw"),
+        ([1, 2], [None, None], {"limits": {"budget": 3}}, "no series has a point"),
+        ([1, 2], [0, 1], {"log": "y"}, "a logarithmic axis shows positive values only, and y has 0: leave y out of log"),
+        ([0, 1], [1, 2], {"log": "xy"}, "and x has 0: leave x out of log"),
+    ],
+)
+def test_a_sweep_refuses_what_cannot_be_drawn(x, y, more, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plots.sweep(x, {"a": y}, xlabel="", ylabel="", title="", **more)
+
+
 def test_a_series_of_another_length_is_refused():
     with pytest.raises(ValueError, match="series 'b' has 1 values for 2 of x; use None"):
         plots.sweep([1, 2], {"a": [1, 2]}, {"b": [1]}, xlabel="", ylabel="", title="")

@@ -30,7 +30,8 @@ def test_my_notebooks_and_its_folders_share_one_file(monkeypatch, tmp_path):
     monkeypatch.chdir("mine")
     record.note("claim", "P2", reason="für alle", outcome="fails")
     assert [note["name"] for kind in ("exercise", "claim") for note in record.notes(kind)] == ["00.1", "P2"]
-    assert "für alle" in (tmp_path / "my_notebooks" / ".record.jsonl").read_text(encoding="utf-8")
+    assert record.notes("claim")[0]["reason"] == "für alle"
+    assert [path.name for path in (tmp_path / "my_notebooks").glob("*.jsonl")] == [".record.jsonl"]
 
 
 def test_the_variable_names_another_file_in_a_folder_that_need_not_exist(monkeypatch, tmp_path):
@@ -55,3 +56,14 @@ def test_kernels_that_write_at_the_same_time_lose_nothing(monkeypatch, tmp_path)
     assert [writer.wait(60) for writer in writers] == [0, 0, 0]
     for name in ("00.1", "00.2", "00.3"):
         assert [note["number"] for note in record.notes("exercise") if note["name"] == name] == list(range(200))
+
+
+def test_what_a_crash_left_harms_neither_what_was_there_nor_what_comes(monkeypatch, tmp_path):
+    """A line cut anywhere, even within a character that an earlier version wrote, and separators that are no line's end."""
+    file = tmp_path / "record.jsonl"
+    monkeypatch.setenv("WORKSHOP_RECORD", str(file))
+    record.note("claim", "P1", reason="für\u2028alle\u0085")
+    assert file.read_bytes().isascii()
+    file.write_bytes(file.read_bytes() + '{"kind": "claim", "name": "f\u00fc'.encode()[:-1])
+    record.note("claim", "P2", reason="later")
+    assert [(note["name"], note["reason"]) for note in record.notes("claim")] == [("P1", "für\u2028alle\u0085"), ("P2", "later")]

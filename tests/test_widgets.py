@@ -1,4 +1,5 @@
 import base64
+import functools
 import struct
 
 import ipywidgets
@@ -132,3 +133,8 @@ def test_the_planner_of_notebook_12_moves_model_machines_work_and_goal():
     explorer.controls["gpus_per_node"].value = 1
     assert explorer.problem.value.startswith("LookupError: no layout fits: Left out: does not fit (1, for example 1 GPU")
     assert explorer.figure is not before or explorer.problem.value
+
+
+def test_a_partial_that_draws_no_figure_is_named():
+    with pytest.raises(TypeError, match=r"partial.*must return a figure"):
+        widgets.explore(functools.partial(lambda x: x), x=[1])

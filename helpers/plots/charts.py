@@ -149,7 +149,8 @@ def sweep(
     drawn as error bars. `marks` draws a named vertical line at each x, `limits` a named horizontal one at each y. Units as in
     `compare`, more options as in `bars`.
 
-    Raises ValueError for a series whose length is not that of `x`.
+    Raises ValueError for a series whose length is not that of `x`, where there is no point, and for a logarithmic axis that
+    would have to show zero or less.
     """
     measured, predicted, spread, limits = measured or {}, predicted or {}, spread or {}, limits or {}
     for name, series in [*measured.items(), *predicted.items(), *spread.items()]:
@@ -157,6 +158,8 @@ def sweep(
             raise ValueError(f"series {name!r} has {len(series)} values for {len(x)} of x; use None for a point that is missing")
     kinds = {"predicted": predicted, "measured": measured}
     values = [value for named in kinds.values() for each in named.values() for value in each if value is not None]
+    if not values:
+        raise ValueError("no series has a point: there is nothing to draw")
     values += limits.values()
     spoken = [f"{kind} {name} {_ends(each, yunit)}" for kind, named in kinds.items() for name, each in named.items()]
     over = f"{xlabel} from {amount(x[0], xunit)} to {amount(x[-1], xunit)}"
@@ -206,7 +209,7 @@ def error_in_words(error: float) -> str:
 
 def _named(name: str, value: Value) -> dict[str, float]:
     """A number or a mapping as a mapping of finite numbers."""
-    named = dict(value) if isinstance(value, Mapping) else {"": value}
+    named = {str(key): number for key, number in value.items()} if isinstance(value, Mapping) else {"": value}
     if not named:
         raise ValueError(f"{name} is empty: there is nothing to compare")
     for key, number in named.items():
@@ -231,6 +234,10 @@ def _axis(axes: Any, which: str, label: str, unit: str, values: Sequence[float],
         axis.set_label_text(f"{label} ({shown})" if shown else label)
         axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         return factor
+    if min(values) <= 0:
+        raise ValueError(
+            f"a logarithmic axis shows positive values only, and {which} has {min(values):g}: leave {which} out of log"
+        )
     base = 16 if unit == "bytes" else 10
     getattr(axes, f"set_{which}scale")("log", base=base)
     axis.set_label_text(label)
