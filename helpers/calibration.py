@@ -30,6 +30,7 @@ from helpers.predict.timing import KERNELS
 __all__ = ["measure"]
 
 _SIZES = [2**power for power in range(12, 25, 2)]  # bytes of a collective
+_COPIED = 64 * 2**20  # bytes of a copy from host to device
 _SAMPLES = 7
 _DEEP = 4  # layers of the deeper of two models, whose difference is that of layers alone
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
@@ -39,12 +40,16 @@ def measure(config: Any = None, *, ranks: int = 2, sequence: int = 64, batches: 
     """Return this machine as `ranks` ranks find it, for models of `config`'s shape (None: the default model).
 
     Layers are measured at micro-batches of each of `batches` × `sequence` tokens; other sizes lie between them. Takes about 10 s
-    for the small model on two cores. Raises what `launch` raises, and ValueError for no or empty batches.
+    for the small model on two cores. Raises what `launch` raises, and ValueError for no or empty batches, and for models that
+    are not dense with key-value heads, as Llama is.
     """
     if not batches or min(batches) < 1 or sequence < 1:
         raise ValueError(f"batches {list(batches)} of {sequence} tokens: at least one batch, and nothing in it below 1")
     config = copy.deepcopy(config or models.config())
     shape = architecture(config)
+    if shape.experts or not all(hasattr(config, name) for name in ("num_key_value_heads", "intermediate_size")):
+        kind = getattr(config, "model_type", type(config).__name__)
+        raise ValueError(f"{kind}: measure calibrates dense models with key-value heads like Llama's, from their config")
     tp = max(size for size in divisors(ranks) if not undivided(shape, size))
     run = launch(building_blocks, config, tp, sequence, list(batches), ranks=ranks, record=False, timeout=120)
     found = {key: max(each[key] for each in run.results) for key in run.results[0]}  # the slowest rank counts
@@ -58,11 +63,15 @@ def measure(config: Any = None, *, ranks: int = 2, sequence: int = 64, batches: 
         rates.append((part, found[part, "bytes"], found[part, "bytes"] / found[part, "seconds"]))
     bandwidth = found["update", "bytes"] / found["update", "seconds"]
     fastest = max(rate for part, _, rate in rates if part == "layer")
+    host, memory, sharing = bandwidth, machine.memory(), ranks  # ranks on CPUs share the memory, each GPU has its own
+    if run.device != "cpu":
+        host, sharing = _COPIED / found["host link", _COPIED], 1
+        memory = min(gpu.memory or memory for gpu in machine.gpus()[:ranks])
     links = [(op, ranks, fit_link(_SIZES, [found[op, size] for size in _SIZES])) for op in _OPERATIONS if ranks > 1]
     return Machines(
-        Hardware(run.machine, machine.memory() / 1e9, bandwidth / 1e9, bandwidth / 1e9), ranks, ranks, matmul_flops=fastest,
+        Hardware(run.machine, memory / 1e9, bandwidth / 1e9, bandwidth / 1e9), ranks, ranks, matmul_flops=fastest,
         attention_flops=fastest, memory_bandwidth=bandwidth, bus_bandwidth=bandwidth, inter_bandwidth=bandwidth,
-        host_bandwidth=bandwidth, memory_bytes=machine.memory() // ranks, efficiency=1.0,
+        host_bandwidth=host, memory_bytes=memory // sharing, efficiency=1.0,
         kernel_seconds=found["layer", "one token"] / KERNELS[False], overlaps=run.device != "cpu", rates=tuple(rates),
         links=tuple(links),
     )  # fmt: skip
@@ -89,6 +98,9 @@ def building_blocks(config: Any, tp: int, sequence: int, batches: list[int]) -> 
     for part, (_, model) in (("update", whole), ("update of shards", cut)):
         found[part, "seconds"] = _middle(torch.optim.AdamW(model.parameters()).step)
         found[part, "bytes"] = 4 * 7 * sum(each.numel() for each in model.parameters())
+    if machine.device().type == "cuda":
+        there = torch.empty(_COPIED, dtype=torch.uint8, device=machine.device())
+        found["host link", _COPIED] = _middle(partial(there.copy_, torch.ones(_COPIED, dtype=torch.uint8, pin_memory=True)))
     for size in _SIZES if dist.get_world_size() > 1 else ():
         found |= {(op, size): _middle(work) for op, work in _collectives(size).items()}
     return found
@@ -106,6 +118,8 @@ def _model(config: Any, tp: int, layers: int) -> Any:
 
     config = copy.deepcopy(config)
     config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[0]] * layers
     if tp > 1:
         config.num_attention_heads //= tp
         config.num_key_value_heads //= tp
