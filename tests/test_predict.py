@@ -580,8 +580,24 @@ def test_layouts_that_cannot_be_are_refused():
         Workload(1, 64, precision="fp8")
     with pytest.raises(ValueError, match="inference"):
         Workload(1, 64, precision="int8")
+    with pytest.raises(ValueError, match="new_tokens is -5"):
+        Workload(1, 64, training=False, new_tokens=-5)
+    with pytest.raises(ValueError, match="batched_tokens is 0: it must be at least 1"):
+        Workload(1, 64, training=False, batched_tokens=0)
+    with pytest.raises(ValueError, match="precision 'float16': choose one of fp32"):
+        predict.kv_bytes_per_token(TINY, precision="float16")
+    for stage in (-1, 2):
+        with pytest.raises(ValueError, match=f"stage {stage}: a pipeline of 2 has stages 0 to 1"):
+            step_traffic(TINY, Workload(1, 64), Layout(pp=2), stage=stage)
 
 
 def test_more_tensor_parallel_ranks_than_kv_heads_keep_one_head_each():
     assert predict.kv_bytes_per_token(TINY, precision="fp32") == 2 * 4 * 2 * 32 * 4
     assert predict.kv_bytes_per_token(TINY, precision="fp32", tp=8) == 2 * 4 * 1 * 32 * 4
+
+
+def test_keys_and_values_go_round_a_ring_and_come_back_with_their_gradients():
+    ring = {each.when: each for each in step_traffic(TINY, Workload(2, 64), Layout(cp=2)) if each.axis == "cp"}
+    assert ring["forward"].bytes == 2 * (2 * 64 / 2) * (2 * 32) * 4  # keys and values of half the tokens, FP32
+    assert ring["backward"].bytes == 2 * ring["forward"].bytes
+    assert ring["backward"].count == ring["forward"].count == 4

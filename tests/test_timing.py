@@ -200,3 +200,73 @@ def test_a_step_shows_its_parts():
     assert "pipeline_bubble" in shown
     assert "a GPU" in shown
     assert "context_parallel" not in shown
+
+
+MIXTRAL = {
+    "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def test_a_tied_head_multiplies_too():
+    quiet = replace(CLUSTER, kernel_seconds=0.0)
+    one = Workload(4096, 1, training=False, precision="bf16", new_tokens=2, implementation="vllm")
+    times = [decode_latency(replace(SHAPE, tied=tied), one, Layout(), quiet) for tied in (False, True)]
+    assert times[0] == pytest.approx(times[1])
+    half = decode_latency(SHAPE, replace(one, batch=2048), Layout(), quiet)  # operations count, not bytes
+    assert times[0] == pytest.approx(2 * half)
+
+
+def test_a_token_visits_some_of_the_experts():
+    """Mixtral 8x7B: 2 of 8 experts for one sequence, nearly all for many."""
+    quiet = replace(predict.machines("H100-SXM", 1), kernel_seconds=0.0)
+    shape = predict.architecture(MIXTRAL)
+    experts = 32 * 3 * 8 * 4096 * 14336
+    read = shape.parameter_count - 32000 * 4096
+
+    def streamed(batch):
+        workload = Workload(batch, 1, training=False, precision="bf16", implementation="vllm")
+        cache = predict.kv_bytes_per_token(shape) * batch
+        return decode_latency(shape, workload, Layout(), quiet) * quiet.memory_bandwidth - cache
+
+    assert streamed(1) == pytest.approx(2 * (read - experts * 3 / 4))
+    assert streamed(2) == pytest.approx(2 * (read - experts * 9 / 16))
+    assert streamed(64) == pytest.approx(2 * read, rel=1e-3)
+    many = Workload(8192, 1, training=False, precision="bf16", implementation="vllm")
+    operations = 2 * 8192 * (read - experts * 3 / 4) / quiet.matmul_flops
+    assert decode_latency(shape, many, Layout(), quiet) == pytest.approx(operations)
+
+
+def test_a_message_crosses_the_network_once_however_long_the_pipeline():
+    times = [collective_time("send", 8, stages, CLUSTER, stride=8) for stages in (2, 8)]
+    assert times[0] == times[1]
+    size = 2**34
+    assert collective_time("send", size, 8, CLUSTER) == pytest.approx(size / CLUSTER.bus_bandwidth, rel=0.01)
+    across = collective_time("send", size, 16, CLUSTER)  # between hosts of 8: one adapter, although 8 are there
+    assert across == pytest.approx(size / CLUSTER.inter_bandwidth, rel=0.01)
+
+
+def test_data_parallelism_beside_tensor_parallelism_crosses_the_network():
+    layout = Layout(dp=2, tp=8)
+    whole = 2 * SHAPE.parameter_count / 8  # BF16 gradients of one rank, two ranks in an all-reduce
+    near, far = (step_time(SHAPE, WORKLOAD, layout, replace(CLUSTER, per_node=per_node)).data_parallel for per_node in (16, 8))
+    assert far == pytest.approx(whole / CLUSTER.inter_bandwidth, rel=0.05)
+    assert near == pytest.approx(whole / CLUSTER.bus_bandwidth, rel=0.1)
+
+
+def test_accumulating_gradients_reads_and_writes_them_for_each_micro_batch():
+    slow = replace(CLUSTER, memory_bandwidth=1e9, efficiency=1.0)
+    once, many = (step_time(SHAPE, replace(WORKLOAD, micro_batches=count), Layout(), slow).compute for count in (1, 4))
+    assert many - 4 * once == pytest.approx(4 * SHAPE.parameter_count * (2 * 2 + 2) / 1e9)
+
+
+def test_shards_are_updated_at_the_rate_of_shards():
+    rates = tuple((part, 1e9, 1e12) for part in ("layer", "shard", "head", "update"))
+    slow, fast = (replace(CLUSTER, rates=(*rates, ("update of shards", 1e9, rate))) for rate in (1e11, 2e11))
+    updates = {
+        layout: [step_time(SHAPE, WORKLOAD, layout, each).update for each in (slow, fast)]
+        for layout in (Layout(tp=2), Layout(dp=2))
+    }
+    assert updates[Layout(tp=2)][0] == pytest.approx(2 * updates[Layout(tp=2)][1])
+    assert updates[Layout(dp=2)][0] == updates[Layout(dp=2)][1]

@@ -87,12 +87,14 @@ class Workload:
     implementation: str = "transformers"
 
     def __post_init__(self) -> None:
-        _among("precision", self.precision, PRECISIONS)
-        _among("attention", self.attention, ("sdpa", "eager"))
-        _among("checkpointing", self.checkpointing, ("none", "selective", "full"))
-        _among("optimizer", self.optimizer, ("adamw", "adamw8bit", "sgd", "momentum"))
-        _among("implementation", self.implementation, IMPLEMENTATIONS)
-        _positive(self, "batch", "sequence", "micro_batches")
+        among("precision", self.precision, PRECISIONS)
+        among("attention", self.attention, ("sdpa", "eager"))
+        among("checkpointing", self.checkpointing, ("none", "selective", "full"))
+        among("optimizer", self.optimizer, ("adamw", "adamw8bit", "sgd", "momentum"))
+        among("implementation", self.implementation, IMPLEMENTATIONS)
+        _positive(self, "batch", "sequence", "micro_batches", *["batched_tokens"] * (self.batched_tokens is not None))
+        if self.new_tokens < 0:
+            raise ValueError(f"new_tokens is {self.new_tokens}: it must not be below 0")
         if self.training and self.precision == "int8":
             raise ValueError("int8 is a precision of weights for inference: gradients need a float format to train in")
 
@@ -111,8 +113,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         _positive(self, "dp", "tp", "pp", "cp")
-        _among("zero", self.zero, (0, 1, 2, 3))
-        _among("schedule", self.schedule, ("1f1b", "gpipe"))
+        among("zero", self.zero, (0, 1, 2, 3))
+        among("schedule", self.schedule, ("1f1b", "gpipe"))
 
     @property
     def ranks(self) -> int:
@@ -130,7 +132,8 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _among(what: str, value: object, choices: object) -> None:
+def among(what: str, value: object, choices: object) -> None:
+    """Raise ValueError, with the choices, where `value` is none of them."""
     if value not in choices:  # type: ignore[operator]
         raise ValueError(f"{what} {value!r}: choose one of {', '.join(map(str, choices))}")  # type: ignore[call-overload]
 

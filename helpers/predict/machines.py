@@ -111,7 +111,7 @@ def collective_time(op: str, size_bytes: float, ranks: int, machines: Machines, 
     shared = 1 if op == "send" else inside  # network adapters that work on it in each host
     bandwidth = machines.bus_bandwidth if nodes == 1 else min(machines.bus_bandwidth, shared * machines.inter_bandwidth)
     near = "nvlink" if machines.gpu.nvlink_gb_per_s else "pcie"
-    across = 2 * nodes if op == "all_reduce" and nodes > 1 else nodes - 1
+    across = 2 * nodes if op == "all_reduce" and nodes > 1 else min(nodes - 1, steps)
     times = []
     for each in FACTS["nccl"]["ring"].values():
         latency = each["base"] + (steps - across) * each[near] + across * each["net"]

@@ -26,7 +26,7 @@ from typing import Any
 
 from helpers.predict.activations import checkpoint_bytes, end_bytes, rotary_tables, saved_by_layer
 from helpers.predict.architecture import architecture
-from helpers.predict.layout import PRECISIONS, Layout, Workload
+from helpers.predict.layout import PRECISIONS, Layout, Workload, among
 from helpers.predict.rank import Rank, rank_of
 
 __all__ = ["Memory", "kv_bytes_per_token", "memory"]
@@ -70,8 +70,9 @@ def memory(config: Any, workload: Workload, layout: Layout | None = None, *, sta
 def kv_bytes_per_token(config: Any, *, precision: str = "bf16", tp: int = 1) -> int:
     """Return the bytes of keys and values that one rank keeps for one token: 2 × layers × key-value heads × head size × width.
 
-    Where tp exceeds the key-value heads each rank keeps one head.
+    Where tp exceeds the key-value heads each rank keeps one head. Raises ValueError for an unknown precision.
     """
+    among("precision", precision, PRECISIONS)
     shape = architecture(config)
     return 2 * shape.layers * math.ceil(shape.kv_heads / tp) * shape.head_dim * PRECISIONS[precision].compute
 

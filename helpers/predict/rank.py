@@ -98,8 +98,10 @@ class Rank:
 
 
 def rank_of(config: Any, workload: Workload, layout: Layout | None, stage: int = 0) -> Rank:
-    """Return the rank of one stage. Raises ValueError where heads or layers cannot be divided as `layout` says."""
+    """Return the rank of one stage. Raises ValueError for another stage, or heads or layers that `layout` cannot divide."""
     shape, layout = architecture(config), layout or Layout()
+    if not 0 <= stage < layout.pp:
+        raise ValueError(f"stage {stage}: a pipeline of {layout.pp} has stages 0 to {layout.pp - 1}")
     if shape.heads % layout.tp:
         raise ValueError(f"{shape.heads} attention heads cannot be divided among {layout.tp} tensor-parallel ranks")
     if shape.kv_heads % layout.tp and layout.tp % shape.kv_heads:

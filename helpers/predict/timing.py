@@ -10,7 +10,8 @@ Formulas
   backward passes, all but one layer's (Zhao et al., "PyTorch FSDP", VLDB 2023).
 * update: bytes of gradient, weight, master and moments that the optimiser reads and writes, over the memory's bandwidth.
 * decoding: weights and key-value cache of each stage pass once through memory, or its operations take longer, and two
-  all-reduces a layer (Pope et al., "Efficiently Scaling Transformer Inference", MLSys 2023).
+  all-reduces a layer (Pope et al., "Efficiently Scaling Transformer Inference", MLSys 2023). Of E experts a token visits k: each
+  is read with probability 1 − (1 − k/E)^batch, as if tokens were routed independently and evenly.
 
 Range and errors: `make predict-report` compares with published measurements. Known misses: interleaved pipeline stages,
 overlapped pipeline messages, allocator retries near full memory, stragglers, loading of data, and what machines.py and
@@ -136,13 +137,15 @@ def decode_latency(config: Any, workload: Workload, layout: Layout, machines: Ma
     asked = replace(workload, training=False, new_tokens=2, batched_tokens=None, micro_batches=1)
     cached = workload.batch * (workload.sequence + workload.new_tokens / 2)
     cache = kv_bytes_per_token(shape, precision=workload.precision, tp=layout.tp) * cached / shape.layers
+    chosen = shape.experts_per_token / max(1, shape.experts)  # share of the experts that a token visits
+    idle = (1 - chosen) ** workload.batch  # share that no sequence's token visits
     for stage in range(layout.pp):
         rank = rank_of(shape, asked, layout, stage)
-        read = [each for each in rank.held if each.name != "embedding"]
-        streamed = rank.stored(read) + cache * len(rank.layers)
-        if shape.tied and layout.pp == 1:
-            streamed += rank.stored(shape.embedding_parameters()[:1])
-        flops = 2 * workload.batch * rank.elements(read)
+        head = shape.embedding_parameters()[:1] * (shape.tied and layout.pp == 1)
+        read = [each for each in rank.held if each.name != "embedding"] + head
+        experts = [each for each in read if each.experts > 1]
+        streamed = rank.stored(read) - idle * rank.stored(experts) + cache * len(rank.layers)
+        flops = 2 * workload.batch * (rank.elements(read) - (1 - chosen) * rank.elements(experts))
         total += max(streamed / machines.memory_bandwidth, flops / machines.matmul_flops)
         total += len(rank.layers) * KERNELS[rank.code.fused] * machines.kernel_seconds
         for each in step_traffic(shape, asked, layout, stage=stage):
