@@ -499,3 +499,11 @@ def test_options_without_meaning():
     for dtype in ("int8", torch.int8, "nonsense"):
         with pytest.raises(ValueError, match="floating-point dtype"):
             models.load("tiny-ernie", dtype=dtype)
+
+
+def test_the_gpu_must_have_room_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**34))  # bytes free, bytes in all
+    config = models.config("tiny-ernie")
+    with pytest.raises(MemoryError, match=r"take 0\.01 GiB, and cuda has 0\.00 GiB free"):
+        models._check_memory(config, torch.float32, "tiny-ernie", torch.device("cuda"))
+    models._check_memory(config, torch.float32, "tiny-ernie", torch.device("cpu"))

@@ -325,3 +325,7 @@ def test_a_server_that_never_answers_is_given_up(imitation):
         imitation("import time; time.sleep(600)", timeout=2),
     ):
         pass
+
+
+def test_a_share_of_memory_that_leaves_no_cache():
+    assert serving.check("ernie-0.3b", gpu_memory_utilization=0.01)[-1].endswith("of each rank's 0.16 GiB; no cache is left")
