@@ -23,6 +23,7 @@ time.perf_counter()
 
 # %% id="figure"
 %matplotlib inline
+from helpers import hint, solution
 show()
 
 # %% id="stub" tags=["exercise"]
@@ -171,6 +172,10 @@ FAULTS = {
     ),
     "exercise of another notebook": (source("setup", 'hint("05.1")'), "setup: names exercise 05.1 of another notebook"),
     "exercise without solution": (source("setup", "check('04.2', 1)"), "setup: exercise 04.2 has no solution"),
+    "hint out of reach": (
+        source("figure", "%matplotlib inline\nfrom helpers import solution\nshow()"),
+        "checks exercises, but hint is not imported: a learner is told to call it",
+    ),
     "solution without exercise": (source("stub", "answer = 1"), "exercise 04.1 of notebooks/solutions/04.py is nowhere checked"),
 }
 

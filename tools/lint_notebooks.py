@@ -275,6 +275,10 @@ def exercises(notebook: Notebook) -> Messages:
                 yield cell, f"names exercise {exercise} of another notebook: here they are {number}.1, {number}.2, …"
             elif exercise not in notebook.exercises:
                 yield cell, f"exercise {exercise} has no solution: add it to notebooks/solutions/{number}.py"
+    code = "\n".join(cell.source for cell in notebook.code)
+    for name in ("hint", "solution") if mentioned else ():
+        if not re.search(rf"^from helpers import (?:\([^)]*|.*)\b{name}\b", code, re.MULTILINE):
+            yield None, f"checks exercises, but {name} is not imported: a learner is told to call it"
     for exercise in sorted(notebook.exercises):
         if exercise.startswith(f"{number}.") and exercise not in mentioned:
             yield None, f"exercise {exercise} of notebooks/solutions/{number}.py is nowhere checked: add its cell or take it out"
