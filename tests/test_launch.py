@@ -739,6 +739,14 @@ def test_a_result_takes_one_line_of_the_table_and_floats_take_four_digits():
     assert run.results[0][0] == 0.123456789
 
 
+def test_a_tensor_in_the_table_has_its_shape_and_no_number_cut_in_two():
+    import torch
+
+    held = [torch.full((4, 9), 1 / 3), torch.tensor(2.5), torch.ones(0), torch.ones(2, device="meta")]
+    line = repr(Run(1, "cpu", "gloo", [held], [1.0])).splitlines()[-1]
+    assert "[tensor of shape (4, 9): 0.3333, 0.3333, 0.3333, 0.3333, …, tensor(2.5000), tensor([]), tensor(" in line
+
+
 def test_one_collective_is_singular():
     def add(times):
         import torch

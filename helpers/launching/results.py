@@ -26,6 +26,12 @@ class _Short(reprlib.Repr):
     def repr_float(self, value: float, level: int) -> str:
         return f"{value:.4g}"
 
+    def repr_Tensor(self, value: Any, level: int) -> str:
+        if value.is_meta or value.ndim == 0 or not value.numel():
+            return repr(value)
+        first = ", ".join(self.repr1(number, level) for number in value.flatten()[:4].tolist())
+        return f"tensor of shape {tuple(value.shape)}: {first}" + ", …" * (value.numel() > 4)
+
 
 _SHORT = _Short()
 _SHORT.maxother = _SHORT.maxstring = 80
