@@ -220,14 +220,10 @@ def _visible_handles(nvml: Any, visible: str | None) -> list[Any]:
     every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     if visible is None:
         return every
-    names = [(str(index), nvml.nvmlDeviceGetUUID(handle)) for index, handle in enumerate(every)]
+    names = [(handle, str(index), nvml.nvmlDeviceGetUUID(handle)) for index, handle in enumerate(every)]
     chosen: list[Any] = []
     for entry in map(str.strip, visible.split(",")):
-        named = [
-            handle
-            for handle, (index, uuid) in zip(every, names, strict=True)
-            if entry == index or (entry.startswith("GPU-") and uuid.startswith(entry))
-        ]
+        named = [handle for handle, index, uuid in names if entry == index or (len(entry) > 3 and uuid.startswith(entry))]
         if entry.startswith("MIG-"):
             with contextlib.suppress(nvml.NVMLError):  # it is gone
                 named = [nvml.nvmlDeviceGetHandleByUUID(entry)]

@@ -86,14 +86,9 @@ class TwoNodes:
             raise RuntimeError(f"this machine cannot be two hosts: {why}")
         code = f"import sys; sys.path[:] = {engine.import_path()!r}; from helpers import two_nodes as here; "
         code += f"here.guard({os.getpid()}, {_own('user')})"
-        self._guardian = subprocess.Popen(
-            ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", code]
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._guardian = subprocess.Popen(command, **pipes, text=True, start_new_session=True)
         try:
             assert self._guardian.stdout is not None
             told = self._guardian.stdout.readline()

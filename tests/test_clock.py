@@ -60,11 +60,11 @@ def test_what_can_be_trusted_is_measured_anew_when_cuda_comes_into_use(monkeypat
     import torch
 
     clock._shortest.cache_clear()
-    clock.shortest()
+    clock.Timing((0.0,)).note  # noqa: B018
     calls = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(1))
-    assert clock.shortest() == clock.shortest()
+    assert clock.Timing((0.0,)).note == clock.Timing((0.0,)).note
     assert len(calls) == 101
     clock._shortest.cache_clear()
 

@@ -137,39 +137,28 @@ def _used(value: Any, source: str) -> list[tuple[str, Any]]:
     namespace: dict[str, Any] = dict(functions[0].__globals__) if functions else {}
     for function in functions:
         namespace |= inspect.getclosurevars(function).nonlocals
-    names = dict.fromkeys(_free_names(symtable.symtable(source, "<job>", "exec")))
-    return [(name, namespace[name]) for name in names if name in namespace and not _surroundings(name, namespace[name])]
-
-
-def _surroundings(name: str, value: Any) -> bool:
-    """Whether Python or IPython has put it into every notebook: `__name__`, `exit`, `open` with a warning."""
-    origin = str(getattr(value, "__module__", "")).partition(".")[0]
-    return name.startswith("__") or (hasattr(builtins, name) and origin == "IPython")
-
-
-class _Noting(pickle.Pickler):
-    """Notes which of the notebook's classes and functions are needed to read the pickle."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO())
-        self.found: dict[str, Any] = {}
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
-            self.found[obj.__name__] = obj
-        return NotImplemented
+    found = {name: namespace[name] for name in _free_names(symtable.symtable(source, "<job>", "exec")) if name in namespace}
+    given = [name for name in found if hasattr(builtins, name) and "IPython" in str(getattr(found[name], "__module__", ""))]
+    return [(name, found[name]) for name in found if name not in given]  # without those that every notebook has, as `exit`
 
 
 def _classes(value: Any) -> Iterable[tuple[str, Any]]:
-    """The notebook's classes and functions, by name, that lie in a value."""
-    noting = _Noting()
+    """The notebook's classes and functions, by name, that are needed to read the pickle of a value."""
+    found: dict[str, Any] = {}
+
+    class Noting(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
+                found[obj.__name__] = obj
+            return NotImplemented
+
     with contextlib.suppress(Exception):  # a module, or what is imported by its name, is no value
-        noting.dump(value)
-    return noting.found.items()
+        Noting(io.BytesIO()).dump(value)
+    return found.items()
 
 
 def _free_names(table: symtable.SymbolTable) -> Iterator[str]:
     """What this scope and those within it take from outside: in bodies, defaults, decorators, bases, annotations."""
-    yield from (symbol.get_name() for symbol in table.get_symbols() if symbol.is_global())
+    yield from (symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.get_name()[:2] != "__")
     for inner in table.get_children():
         yield from _free_names(inner)

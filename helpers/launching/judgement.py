@@ -30,11 +30,10 @@ def judge(job: Job, run: Run) -> None:
         _raise_failed(job, run)
     if job.unreadable:
         number, why = min(job.unreadable.items())
-        raise LaunchError(
-            f"rank {number} returned a value that the notebook cannot rebuild ({why}). Return plain values, tensors or arrays.",
-            number,
-            run,
+        message = (
+            f"rank {number} returned a value that the notebook cannot rebuild ({why}). Return plain values, tensors or arrays."
         )
+        raise LaunchError(message, number, run)
 
 
 def _raise_failed(job: Job, run: Run) -> NoReturn:

@@ -111,8 +111,7 @@ def _validate(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: A
     if env is not None and not (isinstance(env, dict) and all(isinstance(text, str) for item in env.items() for text in item)):
         raise TypeError(f'env is {env!r}; it must be a dictionary of texts, such as {{"OMP_NUM_THREADS": "1"}}')
     if taken := {"WORKSHOP_DEVICE", "CUDA_VISIBLE_DEVICES"} & (env or {}).keys():
-        right = "set it in os.environ, or choose backend="
-        raise ValueError(f"env sets {min(taken)}, which decides where ranks run before they start: {right}")
+        raise ValueError(f"env sets {min(taken)}, which decides where ranks run: set it in os.environ, or choose backend=")
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):

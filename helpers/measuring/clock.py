@@ -29,13 +29,9 @@ def _cuda_in_use() -> bool:
     return torch is not None and torch.cuda.is_initialized()
 
 
-def shortest() -> float:
-    """Return the shortest time in seconds that can be trusted to 1 %: 100 empty measurements, by the median of 101."""
-    return _shortest(_cuda_in_use())
-
-
 @cache
 def _shortest(cuda: bool) -> float:
+    """Return the shortest time in seconds that can be trusted to 1 %: 100 empty measurements, by the median of 101."""
     empty = []
     for _ in range(101):
         start = time.perf_counter()
@@ -53,11 +49,12 @@ def show(seconds: float) -> str:
 
 
 def _too_short(seconds: float) -> str | None:
-    if seconds >= shortest():
+    shortest = _shortest(_cuda_in_use())  # a measurement takes longer from when CUDA is in use
+    if seconds >= shortest:
         return None
     return (
-        f"{show(seconds)} is too short for this clock, which is right to 1 % from {show(shortest())} on: "
-        f"repeat the work inside, at least {int(shortest() / max(seconds, 1e-9)) + 1} times, and divide"
+        f"{show(seconds)} is too short for this clock, which is right to 1 % from {show(shortest)} on: "
+        f"repeat the work inside, at least {int(shortest / max(seconds, 1e-9)) + 1} times, and divide"
     )
 
 

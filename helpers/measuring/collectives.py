@@ -35,7 +35,6 @@ from helpers.measuring.operators import OPERATORS, Operator, payload, tensors_of
 from helpers.measuring.sources import learner_lines
 
 __all__ = ["Recorded", "read", "start", "stop"]
-_LONGEST_CALL = 2.0  # seconds in which a completed future has called back, also where the cores are busy
 
 
 @dataclass(eq=False)
@@ -172,10 +171,9 @@ class _Recorder:
         any_source = pending.operator.op == "recv" and pending.operator.peer is None
         self.journal.write("done", pending.sequence, end, pending.ranks[work._source_rank()] if any_source else None)
 
-    @_harmless
     def finish(self) -> None:
         """Write the ends that are not written yet: a future lets C++, which waits for it, go on before it calls back."""
-        limit = time.perf_counter() + _LONGEST_CALL
+        limit = time.perf_counter() + 2  # it has done so by then, also where the cores are busy
         while any(future.done() for future in list(self._futures.values())) and time.perf_counter() < limit:
             time.sleep(0.001)
         self._write_cuda_ends()
