@@ -48,8 +48,7 @@ def measure(config: Any = None, *, ranks: int = 2, sequence: int = 64, batches: 
     config = copy.deepcopy(config or models.config())
     shape = architecture(config)
     if shape.experts or not all(hasattr(config, name) for name in ("num_key_value_heads", "intermediate_size")):
-        kind = getattr(config, "model_type", type(config).__name__)
-        raise ValueError(f"{kind}: measure calibrates dense models with key-value heads like Llama's, from their config")
+        raise ValueError(f"{type(config).__name__}: measure calibrates dense models with key-value heads like Llama's")
     tp = max(size for size in divisors(ranks) if not undivided(shape, size))
     run = launch(building_blocks, config, tp, sequence, list(batches), ranks=ranks, record=False, timeout=120)
     found = {key: max(each[key] for each in run.results) for key in run.results[0]}  # the slowest rank counts
@@ -65,8 +64,8 @@ def measure(config: Any = None, *, ranks: int = 2, sequence: int = 64, batches: 
     fastest = max(rate for part, _, rate in rates if part == "layer")
     host, memory, sharing = bandwidth, machine.memory(), ranks  # ranks on CPUs share the memory, each GPU has its own
     if run.device != "cpu":
-        host, sharing = _COPIED / found["host link", _COPIED], 1
-        memory = min(gpu.memory or memory for gpu in machine.gpus()[:ranks])
+        sizes = [gpu.memory or memory for gpu in machine.gpus()[:ranks]]
+        host, memory, sharing = _COPIED / found["host link", _COPIED], min(sizes), 1
     links = [(op, ranks, fit_link(_SIZES, [found[op, size] for size in _SIZES])) for op in _OPERATIONS if ranks > 1]
     return Machines(
         Hardware(run.machine, memory / 1e9, bandwidth / 1e9, bandwidth / 1e9), ranks, ranks, matmul_flops=fastest,
@@ -99,8 +98,8 @@ def building_blocks(config: Any, tp: int, sequence: int, batches: list[int]) -> 
         found[part, "seconds"] = _middle(torch.optim.AdamW(model.parameters()).step)
         found[part, "bytes"] = 4 * 7 * sum(each.numel() for each in model.parameters())
     if machine.device().type == "cuda":
-        there = torch.empty(_COPIED, dtype=torch.uint8, device=machine.device())
-        found["host link", _COPIED] = _middle(partial(there.copy_, torch.ones(_COPIED, dtype=torch.uint8, pin_memory=True)))
+        pinned = torch.ones(_COPIED, dtype=torch.uint8, pin_memory=True)
+        found["host link", _COPIED] = _middle(partial(torch.empty_like(pinned, device=machine.device()).copy_, pinned))
     for size in _SIZES if dist.get_world_size() > 1 else ():
         found |= {(op, size): _middle(work) for op, work in _collectives(size).items()}
     return found

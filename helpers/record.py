@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -104,10 +105,6 @@ def notes(kind: str) -> list[dict[str, Any]]:
     lines = _memory if file is None else file.read_text("utf-8", "replace").split("\n") if file.exists() else []
     entries = []
     for line in lines:
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if entry["kind"] == kind:
-            entries.append(entry)
-    return entries
+        with suppress(json.JSONDecodeError):
+            entries.append(json.loads(line))
+    return [entry for entry in entries if entry["kind"] == kind]

@@ -234,10 +234,8 @@ def _axis(axes: Any, which: str, label: str, unit: str, values: Sequence[float],
         axis.set_label_text(f"{label} ({shown})" if shown else label)
         axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         return factor
-    if min(values) <= 0:
-        raise ValueError(
-            f"a logarithmic axis shows positive values only, and {which} has {min(values):g}: leave {which} out of log"
-        )
+    if (least := min(values)) <= 0:
+        raise ValueError(f"a logarithmic axis shows positive values only, and {which} has {least:g}: leave {which} out of log")
     base = 16 if unit == "bytes" else 10
     getattr(axes, f"set_{which}scale")("log", base=base)
     axis.set_label_text(label)
