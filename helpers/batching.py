@@ -3,8 +3,6 @@
 Who computes is not known here: a replica is any function from a batch to its answers, on this rank or another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

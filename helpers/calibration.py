@@ -8,8 +8,6 @@ Known misses: ranks that wait for each other's work in a real step arrive less e
 model's weights push out.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 import time

@@ -3,8 +3,6 @@
 The claims stand in `data/claims.yaml`; verdicts go to the learner's record, each with the machine it was found on.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

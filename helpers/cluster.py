@@ -5,8 +5,6 @@ result with `bash -n`, with torchrun's own parser, against the fields of the Kub
 flags and numbers of Ray and vLLM against one another.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -5,8 +5,6 @@ stub cell passes to `check` is the name of the answer in that file, and an answe
 imports: then a test can put the answer into the stub. Such a file is read when one of its exercises is first asked for.
 """
 
-from __future__ import annotations
-
 import difflib
 import dis
 import html

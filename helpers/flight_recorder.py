@@ -6,8 +6,6 @@ pickle holds plain containers, and nothing else is read from it: one that asks f
 Whether two entries match, and from where on ring buffers can be compared, is left to `torch.distributed.flight_recorder`.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -4,8 +4,6 @@
 `plots.placement(layout)` draws the groups on the hosts.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """GPU figures from `data/hardware.yaml`, each with its source. Data sheets promise, measurements keep: both are here."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Closed loop: `concurrency` clients, each sending its next request when it has it
 Open loop: requests come at random moments (a Poisson process of `rate` requests a second), whether or not replies come.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

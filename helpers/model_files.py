@@ -3,8 +3,6 @@
 Weights are safetensors; nothing else is fetched or accepted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 Each check is a function that looks at this machine; what it can find, what that means and its mend stand in data/preflight.yaml.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util

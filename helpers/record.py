@@ -6,8 +6,6 @@ Everywhere else (the committed notebooks, tests, CI) the record lives in the mem
 so that published outputs never depend on who executed them.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import os

@@ -4,8 +4,6 @@ A notebook that needs what not every machine has (two hosts, GPUs) asks for its 
 `WORKSHOP_WRITE_RECORDINGS=1 make notebooks NB=06` on a machine that has it writes the recordings anew.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -4,8 +4,6 @@ Between the server and the process that wants it, its owner, stands a guard: `py
 server when it is asked to, and also when the owner is gone, in whatever way.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import shutil

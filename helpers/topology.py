@@ -5,8 +5,6 @@ PIX one PCIe switch; PXB several PCIe switches; PHB the PCIe host bridge of the 
 SYS the link between sockets.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`explore`: a figure whose inputs can be moved. The figure stands alone where no kernel runs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

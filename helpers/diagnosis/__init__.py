@@ -8,8 +8,6 @@
 What is known stands in `data/faults.yaml`; a new fault is an entry there, and a test.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`faults`: every kind of fault that is known, as `data/faults.yaml` describes it."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import dataclass

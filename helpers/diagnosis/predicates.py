@@ -1,7 +1,5 @@
 """What a job itself shows of a fault, beyond any text: each function returns the evidence, or nothing where it does not apply."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reads a log of any size in bounded memory: where the signs of known faults first stand, and which rank printed them."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import re

@@ -1,7 +1,5 @@
 """`mismatch`: the first place at which the ranks of a group do not issue the same, also in a job that hung, died or returned."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ returns `observe(...)`. It runs on each number of ranks; loss, gradients, parame
 pattern of a difference names its cause. Dropout is switched off for the comparison: its masks depend on the batch's shape.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What a comparison says of a silent fault. Names and mends stand in `data/equivalence.yaml`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

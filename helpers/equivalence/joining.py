@@ -1,7 +1,5 @@
 """Whole tensors from what ranks hold of them: parts along "tp" are put together, stages of "pp" are united by name."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What a difference between few ranks and many means: each function looks at one quantity and names the faults that it shows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from math import prod

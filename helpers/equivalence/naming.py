@@ -1,7 +1,5 @@
 """Names of parameters and layers as the whole, unwrapped model has them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 Rename = Mapping[str, str]  # how names begin in this stage -> how they begin in the whole model

@@ -1,7 +1,5 @@
 """`observe`: what one rank takes down of its training step, to be compared with other numbers of ranks."""
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import time

@@ -1,7 +1,5 @@
 """Hooks on layers inside a rank: where the first NaN arises (`first_nan`, `origin`), and what each layer gives (`layers`)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager

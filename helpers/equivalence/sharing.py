@@ -1,7 +1,5 @@
 """What goes wrong where ranks hold parts of one model: each function looks at one quantity and names the cause that it shows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from helpers.equivalence import origins

@@ -1,7 +1,5 @@
 """`export_job`: the job of a cell as a script that torchrun starts, on one machine or many."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import builtins

@@ -4,8 +4,6 @@ A host is a network namespace of this machine. The warm process forks one agent 
 and the keeper the rank, whose end it reports: an agent would end the other ranks of its host before they can say why.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

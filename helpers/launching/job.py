@@ -1,7 +1,5 @@
 """One job as the kernel follows it: what each rank reported, and what is left of it at the end."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import time

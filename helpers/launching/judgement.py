@@ -1,7 +1,5 @@
 """Which error a job deserves: the first cause is named, and what the other ranks were doing."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the learner sees while a job runs: plain lines in a fixed order, and in a live notebook a lane per rank."""
 
-from __future__ import annotations
-
 import html
 import os
 import sys

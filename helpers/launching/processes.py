@@ -1,7 +1,5 @@
 """What ties processes together, so that none is left behind: each ends with the one that started it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

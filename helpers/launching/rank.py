@@ -1,7 +1,5 @@
 """One rank, from its first instruction to its exit. Runs in a process forked from the warm one, or in one started afresh."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import datetime

@@ -1,7 +1,5 @@
 """What a job leaves behind: `Run`."""
 
-from __future__ import annotations
-
 import html
 import mmap
 import os

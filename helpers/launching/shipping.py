@@ -4,8 +4,6 @@ cloudpickle ships by value what a notebook defines, but (since 3.1.2) it renames
 file name holds the kernel's process id. Here each cell becomes `<cell 5>`, the same on every run, and its lines travel along.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import importlib

@@ -9,8 +9,6 @@ with it every rank, has gone. `filelock` has no such lock. The folder's own lock
 names are looked up in the opened folder, new files must be new and links are not followed: nobody is led to another file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """`launch`: the one verb. A function from a notebook cell runs on real ranks and its values come back."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Who waits for whom: from the recorded collectives of all ranks, also of a job that hung or died. Pure functions."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter, defaultdict

@@ -5,8 +5,6 @@ where `WORKSHOP_START_METHOD=spawn` or the platform says so, ranks are started a
 as the kernel: when that ends, in whatever way, it kills every rank, removes the kernel's folders and leaves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """One job on the warm process's side: its ranks are started, watched, and ended together."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

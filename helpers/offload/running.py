@@ -1,7 +1,5 @@
 """Load a model by a placement, read what is on the disk, and measure how it generates: latency, throughput, memory."""
 
-from __future__ import annotations
-
 import logging
 import os
 import statistics

@@ -1,7 +1,5 @@
 """Placements for any decoder, read from data/templates/placement/*.yaml."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, Literal

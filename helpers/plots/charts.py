@@ -1,7 +1,5 @@
 """Bars, stacks and sweeps, and `compare`: guess, predicted and measured side by side."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A chart of questions: asked from top to bottom, each "no" leads to what to look at."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Who holds what before and after a collective: one row per rank, one box per number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

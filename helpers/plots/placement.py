@@ -1,7 +1,5 @@
 """Groups on hosts: a column for each rank, a row for each axis, a colour for each group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from helpers.plots import style

@@ -10,8 +10,6 @@ Known misses: dropout masks are one byte an element as on a GPU; experts count a
 left out; partial rotary embedding (phi) keeps a little more; GPT-2's eager softmax stays in 16 bits, this counts FP32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from helpers.predict.layout import Layout, Workload

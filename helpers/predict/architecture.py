@@ -4,8 +4,6 @@ The counts follow the modelling code of transformers 5 and are compared with rea
 tests/test_predict.py. A config that is not understood is refused with what is missing, never guessed at.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache

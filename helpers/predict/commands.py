@@ -4,8 +4,6 @@ Options are those of torch 2.13's torchrun, accelerate 1.15 (its config file and
 tests/test_planning.py gives each text to the program's own parser.
 """
 
-from __future__ import annotations
-
 import yaml
 
 from helpers.predict.layout import Layout, Workload

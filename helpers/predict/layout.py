@@ -1,7 +1,5 @@
 """What is run and how it is spread: `Workload`, `Layout`, and the facts about number formats and training codes they name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from helpers.predict.architecture import FACTS

@@ -5,8 +5,6 @@ Known misses: libraries change their algorithm with the size (two segments catch
 once on the same link.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

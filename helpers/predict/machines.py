@@ -10,8 +10,6 @@ adapters reach less than their share; NCCL's corrections for trees of middling s
 all GPUs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

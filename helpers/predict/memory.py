@@ -18,8 +18,6 @@ matrix products, temporaries of an optimiser step, attention windows, scales of 
 tensor: FSDP2's first dimensions to equal shards (0.5 % for three ranks of tiny-ERNIE), the last block of 8-bit moments.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 from typing import Any

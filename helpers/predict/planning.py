@@ -13,8 +13,6 @@ Known misses: room and time for an optimiser on the CPU (only its bytes over the
 miss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """One rank of a layout: which layers and weights it holds. What `memory` and `step_traffic` both start from."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

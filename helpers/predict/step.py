@@ -10,8 +10,6 @@ Known misses: DDP's own 128 bytes and bucket boundaries (the bytes are right, th
 broadcasts; gradient norms; collectives of a few bytes in the parallel loss; FSDP2's padding of shards that do not divide.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

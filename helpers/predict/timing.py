@@ -18,8 +18,6 @@ overlapped pipeline messages, allocator retries near full memory, stragglers, lo
 computing.py miss.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import Any

@@ -15,8 +15,6 @@ Known misses: headers and acknowledgements (gloo on loopback: under 0.5 % from 1
 buffer once); NCCL's protocol LL, which doubles the bytes of messages under some 100 KB.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

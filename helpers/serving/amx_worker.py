@@ -4,8 +4,6 @@ Linux grants them to a process that asks (arch_prctl, ARCH_REQ_XCOMP_PERM); vLLM
 having asked, which ends a worker by SIGILL unless one of its matrix products has asked before. Named by --worker-cls.
 """
 
-from __future__ import annotations
-
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 

@@ -1,7 +1,5 @@
 """What cannot work is found before anything starts: shapes against ranks, context against cache, memory, cores, GPUs."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@
 the course's server, and that devices, ranks, ports and a container's folders agree.
 """
 
-from __future__ import annotations
-
 import configparser
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """What vLLM's log says: facts of the start, the phase it is in, and what an engine that failed died of."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

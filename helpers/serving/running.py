@@ -1,7 +1,5 @@
 """Start vLLM's server, watch it come up, ask it, sample its batches, and end it with all that it started."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How a server is asked for: `Settings`, and the command and environment variables that they make for vLLM on this machine."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Find what is wrong with a plan before anything runs. What there is to find and its mends stand in data/plan_problems.yaml."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import math

@@ -1,7 +1,5 @@
 """The collectives that a plan issues: which, how many, how large, by module and in all."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
