@@ -38,16 +38,16 @@ def measure(config: Any = None, *, ranks: int = 2, sequence: int = 64, batches: 
     """Return this machine as `ranks` ranks find it, for models of `config`'s shape (None: the default model).
 
     Layers are measured at micro-batches of each of `batches` × `sequence` tokens; other sizes lie between them. Takes about 10 s
-    for the small model on two cores. Raises what `launch` raises, and ValueError for no or empty batches, and for models that
-    are not dense with key-value heads, as Llama is.
+    for the small model on two cores. Raises what `launch` raises, and ValueError for no or empty batches, and on several ranks
+    for models that are not dense with key-value heads, as Llama is.
     """
     if not batches or min(batches) < 1 or sequence < 1:
         raise ValueError(f"batches {list(batches)} of {sequence} tokens: at least one batch, and nothing in it below 1")
     config = copy.deepcopy(config or models.config())
     shape = architecture(config)
-    if shape.experts or not all(hasattr(config, name) for name in ("num_key_value_heads", "intermediate_size")):
-        raise ValueError(f"{type(config).__name__}: measure calibrates dense models with key-value heads like Llama's")
     tp = max(size for size in divisors(ranks) if not undivided(shape, size))
+    if tp > 1 and (shape.experts or not all(hasattr(config, name) for name in ("num_key_value_heads", "intermediate_size"))):
+        raise ValueError(f"{type(config).__name__}: on several ranks only dense models with key-value heads like Llama's")
     run = launch(building_blocks, config, tp, sequence, list(batches), ranks=ranks, record=False, timeout=120)
     found = {key: max(each[key] for each in run.results) for key in run.results[0]}  # the slowest rank counts
     rates = []

@@ -96,7 +96,7 @@ def _load(path: Path) -> tuple[list[Entry], dict[str, set[int]]]:
         stated = {name: set(json.loads(group["ranks"] or "[]")) for name, group in dump["pg_config"].items()}
         return [_entry(raw) for raw in dump.get("entries", [])], stated  # the JSON of a recorder that saw nothing has none
     except Exception as error:  # other bytes, unpickled, raise anything
-        raise ValueError(f"{path.name} is no dump of the flight recorder, neither pickle nor JSON: {error!r}") from None
+        raise ValueError(f"{path.name} cannot be read as a flight recorder's dump, pickle or JSON: {error!r}") from None
 
 
 def _entry(raw: dict[str, Any]) -> Entry:

@@ -209,15 +209,16 @@ def _ask_driver(visible: str | None) -> tuple[tuple[Gpu, ...], tuple[tuple[int, 
         pairs = [(a, b) for b in range(len(handles)) for a in range(b)]
         links = tuple((a, b, _link(pynvml, handles[a], handles[b])) for a, b in pairs)
         return tuple(_gpu(pynvml, index, handle) for index, handle in enumerate(handles)), links
-    except pynvml.NVMLError:  # of a GPU that was lost: CUDA does not start there either
-        return (), ()
     finally:
         pynvml.nvmlShutdown()
 
 
 def _visible_handles(nvml: Any, visible: str | None) -> list[Any]:
     """NVML handles in the order CUDA numbers them; as in CUDA, an entry that names no GPU hides itself and all after it."""
-    every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    every = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with contextlib.suppress(nvml.NVMLError):  # lost, or given to another job
+            every.append(nvml.nvmlDeviceGetHandleByIndex(index))
     if visible is None:
         return every
     names = [(handle, str(index), nvml.nvmlDeviceGetUUID(handle)) for index, handle in enumerate(every)]

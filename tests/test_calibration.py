@@ -43,8 +43,13 @@ def test_nothing_to_measure_is_refused():
 
 def test_models_of_another_kind_are_refused_before_the_start():
     for config in (transformers.GPT2Config(n_layer=2), transformers.MixtralConfig(num_hidden_layers=2)):
-        with pytest.raises(ValueError, match=f"{type(config).__name__}: measure calibrates dense models with key-value heads"):
+        with pytest.raises(ValueError, match=f"{type(config).__name__}: on several ranks only dense models with key-value"):
             calibration.measure(config)
+
+
+def test_one_rank_is_calibrated_for_models_of_any_kind():
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=64)
+    assert calibration.measure(config, ranks=1, sequence=16, batches=[1]).gpus == 1
 
 
 def test_a_model_of_few_layers_has_as_many_kinds_of_layers():

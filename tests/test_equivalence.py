@@ -372,6 +372,18 @@ def test_a_value_that_is_no_number_is_found_on_either_side(what, value):
         assert [finding.fault for finding in judged(*sides).findings] == ["a NaN arises"]
 
 
+def test_a_mask_among_the_parameters_may_be_infinite():
+    def masked():
+        model = nn.Linear(2, 2)
+        model.mask = nn.Parameter(torch.tensor([0.0, -INFINITE]), requires_grad=False)
+        for parameter in (model.weight, model.bias):
+            nn.init.ones_(parameter)
+            parameter.grad = torch.ones_like(parameter)
+        return equivalence.observe(model, loss=1.0)
+
+    assert judged(masked(), masked()).equal
+
+
 @pytest.mark.parametrize("name", ["", "layer"])
 @pytest.mark.parametrize("value", [NAN, INFINITE, -INFINITE])
 def test_outputs_that_are_no_numbers_differ_from_those_that_are_and_masks_are_equal(name, value):

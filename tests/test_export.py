@@ -23,6 +23,7 @@ SCALE = 3
 table = torch.arange(4.0)
 item = object()  # no part of the job, though a method has its name
 input = 5
+__share = 2
 max = math.sqrt
 
 
@@ -47,7 +48,7 @@ def job(start, power=1, weights=None):
 
 
 def shadowing():
-    return input + max(3), open, exit
+    return input + max(3) + __share, open, exit
 
 
 def boxes(found):
@@ -126,6 +127,7 @@ def test_what_shadows_a_builtin_is_exported_and_what_ipython_adds_is_not(noteboo
     notebook.open, notebook.exit = interactiveshell._modified_open, autocall.ZMQExitAutocall()
     text = export_job(notebook.shadowing, path=tmp_path / "job.py").read_text()
     assert "\ninput = 5\n" in text
+    assert "\n__share = 2\n" in text
     assert "\nfrom math import sqrt as max\n" in text
     assert "IPython" not in text
 

@@ -171,7 +171,7 @@ def test_what_is_not_read(tmp_path):
     with pytest.raises(ValueError, match=r"asks for posix\.system"):
         read(files(tmp_path, dump | {"entries": [Evil()]}))
     for text in (b"Traceback (most recent call last):", pickle.dumps(dump)[:-40]):
-        with pytest.raises(ValueError, match="nccl_trace_rank_0 is no dump of the flight recorder"):
+        with pytest.raises(ValueError, match="nccl_trace_rank_0 cannot be read as a flight recorder's dump"):
             read(files(tmp_path, text))
     with pytest.raises(ValueError, match=r'nccl_trace_rank_0 .*"version" and a "pg_config"'):
         read(files(tmp_path, b"{}"))
@@ -207,7 +207,7 @@ WITHOUT_TIME = {key: value for key, value in nccl_dump(0, [DONE])["entries"][0].
     ],
 )
 def test_whatever_is_no_dump_is_refused_with_the_name_of_the_file(tmp_path, content):
-    with pytest.raises(ValueError, match="nccl_trace_rank_0 is no dump"):
+    with pytest.raises(ValueError, match="nccl_trace_rank_0 cannot be read"):
         read(files(tmp_path, content))
 
 
@@ -220,4 +220,4 @@ def test_a_damaged_pickle_raises_nothing_else(tmp_path):
         except ValueError as error:
             refused.append(str(error))
     assert len(refused) > len(content)
-    assert all(told.startswith("nccl_trace_rank_0 is no dump") for told in refused)
+    assert all(told.startswith("nccl_trace_rank_0 cannot be read") for told in refused)

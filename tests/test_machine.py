@@ -139,10 +139,10 @@ def test_gpus_are_read_once_and_the_driver_is_let_go(monkeypatch):
     assert calls == ["init", "shutdown"]
 
 
-def test_a_lost_gpu_leaves_ranks_on_the_cpu(monkeypatch, cuda_build):
-    calls = imitate_driver(monkeypatch, lost=1)
-    assert machine.gpus() == ()
-    assert machine.placement(1).device == "cpu"
+def test_a_gpu_that_does_not_answer_is_passed_over(monkeypatch, cuda_build):
+    calls = imitate_driver(monkeypatch, gpus=3, lost=1)
+    assert [gpu.uuid for gpu in machine.gpus()] == ["GPU-00aa-bb", "GPU-22aa-bb"]
+    assert machine.placement(1).device == "cuda"
     assert calls == ["init", "shutdown"]
 
 

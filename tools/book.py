@@ -76,8 +76,7 @@ def build(into: Path) -> list[str]:
         code, complaints = _built(Path(folder, "source"), Path(folder, "site"))
         if not code:
             shutil.rmtree(into, ignore_errors=True)
-            into.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(Path(folder, "site"), into)
+            shutil.copytree(Path(folder, "site"), into, dirs_exist_ok=True)  # `into` may be a mount point, which stays
     return complaints
 
 

@@ -26,9 +26,12 @@ def of_nan(few: Side, many: Side) -> list[Finding]:
 def _marred(side: Side) -> list[int]:
     import torch
 
-    values = [(*seen.gradients.values(), *seen.parameters.values(), torch.tensor(seen.loss or 0.0)) for seen in side.seen]
-    finite = [all(each.isfinite().all() for each in own) for own in values]
-    return [rank for rank, seen in enumerate(side.seen) if seen.origin or not finite[rank]]
+    marred = []
+    for rank, seen in enumerate(side.seen):
+        trained = [seen.parameters[name] for name in seen.gradients if name in seen.parameters]  # a mask may be infinite
+        finite = all(each.isfinite().all() for each in (*seen.gradients.values(), *trained, torch.tensor(seen.loss or 0.0)))
+        marred += [rank] * bool(seen.origin or not finite)
+    return marred
 
 
 def of_inputs(few: Side, many: Side) -> list[Finding]:

@@ -23,6 +23,7 @@ from helpers.launching.errors import LaunchError
 
 _BY_IMPORTED = ("TORCH", "HF_", "HUGGING", "TRANSFORMERS_")  # by libraries that a warm process has imported
 READ_AT_START = (*_BY_IMPORTED, "OMP_", "MKL_", "MALLOC_", "LD_", "NCCL_", "GLOO_", "KMP_", "PYTHON", "WORKSHOP_START_METHOD")
+_READ_OFTEN = "TORCHINDUCTOR_CACHE_DIR"  # torch sets it itself when it compiles first, and reads it each time
 MEMORY_FOLDER = "/dev/shm"
 MEMORY_NEEDED = 256 << 20  # bytes free in /dev/shm below which values go to disk: containers often have 64 MiB of it
 ENGINES_KEPT = 2  # the plain one, and the last with variables of its own
@@ -140,7 +141,7 @@ class _Workplace:
 
     def engine(self, environment: dict[str, str]) -> Engine:
         """A warm process that started with the variables of `environment` that are read at start."""
-        key = tuple(sorted((name, value) for name, value in environment.items() if name.startswith(READ_AT_START)))
+        key = tuple(sorted(each for each in environment.items() if each[0].startswith(READ_AT_START) and each[0] != _READ_OFTEN))
         engine = self.engines.pop(key, None)
         if engine is not None and not engine.usable:
             engine.end()

@@ -2,7 +2,6 @@
 
 import ast
 import base64
-import builtins
 import contextlib
 import inspect
 import io
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+_OF_IPYTHON = {"exit", "quit", "open", "get_ipython"}  # names that it puts into every notebook
 _NEEDED = ("import os", "import torch", "import torch.distributed as dist")
 _MAIN = """
 
@@ -136,8 +136,8 @@ def _used(value: Any, source: str) -> list[tuple[str, Any]]:
     for function in functions:
         namespace |= inspect.getclosurevars(function).nonlocals
     found = {name: namespace[name] for name in _free_names(symtable.symtable(source, "<job>", "exec")) if name in namespace}
-    given = [name for name in found if hasattr(builtins, name) and "IPython" in str(getattr(found[name], "__module__", ""))]
-    return [(name, found[name]) for name in found if name not in given]  # without those that every notebook has, as `exit`
+    places = {name: f"{type(each).__module__} {getattr(each, '__module__', '')}" for name, each in found.items()}
+    return [(name, found[name]) for name in found if not (name in _OF_IPYTHON and "IPython" in places[name])]
 
 
 def _classes(value: Any) -> Iterable[tuple[str, Any]]:
@@ -157,6 +157,7 @@ def _classes(value: Any) -> Iterable[tuple[str, Any]]:
 
 def _free_names(table: symtable.SymbolTable) -> Iterator[str]:
     """What this scope and those within it take from outside: in bodies, defaults, decorators, bases, annotations."""
-    yield from (symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.get_name()[:2] != "__")
+    names = (symbol.get_name() for symbol in table.get_symbols() if symbol.is_global())
+    yield from (name for name in names if not (name.startswith("__") and name.endswith("__")))
     for inner in table.get_children():
         yield from _free_names(inner)

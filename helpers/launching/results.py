@@ -25,9 +25,13 @@ class _Short(reprlib.Repr):
         return f"{value:.4g}"
 
     def repr_Tensor(self, value: Any, level: int) -> str:
-        if value.is_meta or value.ndim == 0 or not value.numel():
-            return repr(value)
-        first = ", ".join(self.repr1(number, level) for number in value.flatten()[:4].tolist())
+        try:
+            numbers = value.flatten()[:4].tolist() if value.ndim else []
+        except Exception:  # without numbers, sparse, or of another library
+            numbers = []
+        if not numbers:
+            return self.repr_instance(value, level)
+        first = ", ".join(self.repr1(number, level) for number in numbers)
         return f"tensor of shape {tuple(value.shape)}: {first}" + ", …" * (value.numel() > 4)
 
 
