@@ -1,5 +1,6 @@
 """`launch` where nothing fails: values, output, the surroundings of a rank, what is shipped, and what is left afterwards."""
 
+import contextlib
 import functools
 import gc
 import io
@@ -795,9 +796,13 @@ def test_a_launch_works_after_its_folders_were_cleaned_away():
     assert launch(lambda: 2, ranks=1).results == [2]
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="descriptors are told apart by /proc")
 def test_an_error_is_shown_where_the_job_has_closed_every_descriptor():
     def careless():
-        os.closerange(3, 200)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # without gloo's, whose threads abort the process when they notice it first
+                if number > 2 and not os.readlink(f"/proc/self/fd/{number}").startswith(("socket:", "anon_inode:")):
+                    os.close(number)
         raise ValueError("what went wrong")
 
     with pytest.raises(LaunchError) as failure:
