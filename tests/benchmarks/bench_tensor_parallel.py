@@ -11,7 +11,7 @@ from .framework import Findings, Row, at_most, benchmark, shown
 BATCHES = [1, 4, 16, 64, 256, 1024]  # sequences decoded together
 SIZES = [2**power for power in range(10, 22)]  # of the all-reduces that the link is fitted to, in bytes
 STEPS = 5  # in a sample
-WORK = 2e-4  # seconds that a rank is busy before each of those all-reduces: in a step none follows right after another
+PRODUCTS = 2  # of matrices, before each of those all-reduces: in a step none follows right after another
 
 
 @benchmark
@@ -47,7 +47,7 @@ def decode(repeats: int) -> Findings:
         [
             repr(link),
             f"samples of {STEPS} steps, the slower rank counts; the share is a model of half the heads and half the MLP under "
-            f"the same plan, and each all-reduce that was fitted came after {1e3 * WORK} ms of other work",
+            f"the same plan, and each all-reduce that was fitted came after {PRODUCTS} products of matrices (taken off)",
         ],
     )
 
@@ -73,6 +73,7 @@ def steps(repeats: int) -> tuple[dict[tuple[str, int], list[float]], dict[int, l
     ways = {"whole": whole, "share": share, "both": both}
     times: dict[tuple[str, int], list[float]] = {(way, batch): [] for way in ways for batch in BATCHES}
     reduced: dict[int, list[float]] = {size: [] for size in SIZES}
+    square = torch.ones(256, 256)
     with torch.no_grad():
         for turn in range(-1, repeats):  # the first one warms up
             for (way, batch), found in times.items():
@@ -88,9 +89,14 @@ def steps(repeats: int) -> tuple[dict[tuple[str, int], list[float]], dict[int, l
                 dist.barrier()
                 start = time.perf_counter()
                 for _ in range(STEPS):
-                    busy_until = time.perf_counter() + WORK
-                    while time.perf_counter() < busy_until:
-                        pass
+                    for _ in range(PRODUCTS):
+                        square @ square
+                work = time.perf_counter() - start
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(STEPS):
+                    for _ in range(PRODUCTS):
+                        square @ square
                     dist.all_reduce(tensor)
-                found += [(time.perf_counter() - start) / STEPS - WORK] * (turn >= 0)
+                found += [(time.perf_counter() - start - work) / STEPS] * (turn >= 0)
     return times, reduced
