@@ -20,6 +20,18 @@ def run(work):
     return asyncio.run(asyncio.wait_for(work, 60))
 
 
+def held():
+    """A replica that computes once it is released; an event that says that it has a batch, and one that releases it."""
+    started, release = threading.Event(), threading.Event()
+
+    def replica(batch):
+        started.set()
+        assert release.wait(60)
+        return echo(batch)
+
+    return replica, started, release
+
+
 def test_answers_come_in_the_order_of_the_question_however_they_were_batched():
     batches = []
 
@@ -73,12 +85,7 @@ def test_replicas_work_at_the_same_time():
 
 
 def test_a_full_queue_refuses_and_takes_again_when_there_is_room():
-    started, release = threading.Event(), threading.Event()
-
-    def replica(batch):
-        started.set()
-        assert release.wait(60)
-        return echo(batch)
+    replica, started, release = held()
 
     async def work():
         batcher = Batcher([replica], batch_size=1, max_wait=0, bound=3)
@@ -124,12 +131,7 @@ def test_prompts_that_come_one_by_one_fill_a_batch_before_another_replica_gets_a
 
 
 def test_who_has_gone_does_not_end_the_replica():
-    started, release = threading.Event(), threading.Event()
-
-    def replica(batch):
-        started.set()
-        assert release.wait(60)
-        return echo(batch)
+    replica, started, release = held()
 
     async def work():
         batcher = Batcher([replica], batch_size=1, max_wait=0, bound=10)
@@ -190,12 +192,7 @@ def test_when_a_replica_is_lost_others_finish_what_they_have_and_the_rest_is_ref
 
 
 def test_time_is_up_for_what_waits_but_not_for_what_is_computed():
-    started, release = threading.Event(), threading.Event()
-
-    def replica(batch):
-        started.set()
-        assert release.wait(60)
-        return echo(batch)
+    replica, started, release = held()
 
     async def work():
         batcher = Batcher([replica], batch_size=1, max_wait=0, bound=10)

@@ -1,5 +1,6 @@
 """What goes wrong where ranks hold parts of one model: each function looks at one quantity and names the cause that it shows."""
 
+import math
 from typing import Any
 
 from helpers.equivalence import origins
@@ -24,12 +25,10 @@ def of_nan(few: Side, many: Side) -> list[Finding]:
 
 
 def _marred(side: Side) -> list[int]:
-    import torch
-
     marred = []
     for rank, seen in enumerate(side.seen):
         trained = [seen.parameters[name] for name in seen.gradients if name in seen.parameters]  # a mask may be infinite
-        finite = all(each.isfinite().all() for each in (*seen.gradients.values(), *trained, torch.tensor(seen.loss or 0.0)))
+        finite = math.isfinite(seen.loss or 0) and all(each.isfinite().all() for each in (*seen.gradients.values(), *trained))
         marred += [rank] * bool(seen.origin or not finite)
     return marred
 

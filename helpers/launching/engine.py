@@ -47,9 +47,10 @@ class Engine:
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy would start a thread, and make fork unsafe
         self.problems = tempfile.TemporaryFile(dir=folders[0])  # noqa: SIM115  (what it says on stderr)
-        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": self.problems}
-        apart: dict[str, Any] = {**streams, "pass_fds": [to_kernel], "env": environment, "start_new_session": True}
-        self.process = subprocess.Popen([sys.executable, "-c", code], **apart)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.problems,
+            pass_fds=[to_kernel], env=environment, start_new_session=True,
+        )  # fmt: skip
         os.close(to_kernel)
         assert self.process.stdin is not None
         self.input = self.process.stdin.fileno()
